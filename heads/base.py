@@ -20,6 +20,7 @@ from ..configs.errors import BadInput
 from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
+from .export.serving import Serving
 from .loss.chains import ChainStarts, LossOutput, accepted_share, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
@@ -85,6 +86,7 @@ class DraftHead(nn.Module, Drafter, Expands):
     """
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
+    serving: ClassVar[Serving | None] = None  # how engines load it; None: none does. Subclasses of a family inherit it
     drafts_trees = True
     estimates = True
     reads_post_norm: bool  # whether it drafts from the target's `post_norm`; losses read that for every head

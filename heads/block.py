@@ -25,6 +25,7 @@ from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import pack_linears
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
+from .export.block import BlockServing
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, drafted_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, beside, draft_block, through_layers, write_context
@@ -122,6 +123,7 @@ class BlockHead(DraftHead):
     and depending on the config markov_head.*, confidence_head.*, lm_head."""
 
     config_class = BlockConfig
+    serving = BlockServing()
     has_one_output = True
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
 

@@ -28,6 +28,7 @@ from .base import ChainStarts, DraftBatch, DraftHead
 from .decoders.state_cache import StateCache
 from .drafter import Reading
 from .drafting import Proposal
+from .export.draft_lm import DraftLMServing
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
 from .start.closed_form import copy_layers, scale_norm
@@ -86,6 +87,7 @@ class DraftLMHead(DraftHead):
     """A causal language model, registered module by module so that its tensors keep Hugging Face's names."""
 
     config_class = DraftLMConfig
+    serving = DraftLMServing()
     has_one_output = True
 
     def __init__(self, config: DraftLMConfig, target: Target, draft_token_ids: Tensor | None = None):

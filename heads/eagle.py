@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, HeadConfig
+from .export.eagle import EagleServing
 from .nn.layers import Rotary, llama_config, serving_keys
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead
@@ -59,6 +60,7 @@ class EagleHead(RecurrentHead):
     """EAGLE with the tensor names that vLLM and SGLang load: fc, layers.{i}.*; no embedding, norm or lm_head."""
 
     config_class = EagleConfig
+    serving = EagleServing()
 
     def __init__(self, config: EagleConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)

@@ -31,6 +31,7 @@ from .decoders.cpu.chains import CpuChains
 from .decoders.cpu.products import is_multiplied
 from .drafter import Reading
 from .drafting import Proposal
+from .export.eagle3 import Eagle3Serving
 from .loss.functions import drafted_rows
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, window_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
@@ -117,6 +118,7 @@ class Eagle3Head(RecurrentHead):
     several layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
     config_class = Eagle3Config
+    serving = Eagle3Serving()
     chains: CpuChains | None = None  # for drafting chains in bf16 on a CPU
 
     def __init__(self, config: Eagle3Config, target: Target, draft_token_ids: Tensor | None = None):

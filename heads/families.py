@@ -9,6 +9,7 @@ from .block import BlockHead
 from .draft_lm import DraftLMHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
+from .export.serving import Serving
 from .hydra import HydraHead
 from .medusa import MedusaHead
 from .mtp import MtpHead
@@ -30,6 +31,11 @@ def head_class(name: str) -> type[DraftHead]:
     if name not in HEADS:
         raise BadInput(f"head.type: {name!r}: expected one of {', '.join(HEADS)}")
     return HEADS[name]
+
+
+def served_families() -> dict[str, Serving]:
+    """What each family that an engine loads says about it."""
+    return {name: family.serving for name, family in HEADS.items() if family.serving is not None}
 
 
 def reads_layers(config: HeadConfig) -> bool:

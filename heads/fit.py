@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..configs.errors import BadInput, first_line
+from ..configs.errors import BadInput
 from .base import DraftHead, HeadConfig
 from .families import head_class
-from .loading import TargetConfig, empty_model, quiet_loading, read_model_config
+from .loading import TargetConfig
 from .target import Target
+from .targets.skeleton import NoSkeleton, load_skeleton
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
 FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight
@@ -44,24 +45,6 @@ class TargetSize:
     def bare(self) -> int:
         """Of a target without its layers."""
         return self.embedding + self.output
-
-
-class NoSkeleton(BadInput):
-    """The target cannot be built without weights."""
-
-
-def load_skeleton(config: TargetConfig) -> Target:
-    """The target with shapes but no weights, on torch's meta device.
-
-    Raises: BadInput if there is no such model, or it cannot be built without weights.
-    """
-    read_model_config(config)
-    try:
-        model = empty_model(config)
-        with torch.device("meta"), quiet_loading():
-            return Target(model, name=config.path, fingerprint="", source=config)
-    except Exception as error:  # whatever the code of an unknown model raises
-        raise NoSkeleton(f"target {config.path}: cannot be built without weights: {first_line(error)}") from error
 
 
 def check_numbers(config: HeadConfig, skeleton: Target) -> None:

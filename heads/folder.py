@@ -1,7 +1,7 @@
 """A head's own folder: config.json, model.safetensors and, for Medusa-2, an adapter of the target (peft)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -10,78 +10,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .. import __version__
 from ..configs.errors import BadInput, first_line
 from ..configs.files import replacing_folder, restore_folder, write_json
 from ..configs.jsonl import loads
 from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
-from .target import Target
+from .export.record import HeadRecord, read_head_config
 from .targets.stored import NUM_VALUES, fingerprint_of_values
 
 ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers
 
 
-@dataclass(frozen=True)
-class HeadRecord:
-    """The `headstart` part of a head's config.json, which every export copies."""
+def config_of(record: HeadRecord, config_class: type[HeadConfig], *, key: str = "headstart") -> HeadConfig:
+    """The head's config. Args: config_class: of the expected family. key: of the record in config.json.
 
-    head: dict[str, Any]  # its `HeadConfig.as_dict`; of imported heads only `type`
-    target_name: str  # folder or hub id of the target that it was trained on; empty: not known
-    fingerprint: str | None  # of that target's weights (`stored.fingerprint_of_stored`); None: not known
-    training: dict[str, Any] | None = None  # how it was trained, see docs/run_folder.md
-    version: str = __version__
-
-    @property
-    def family(self) -> str:
-        return self.head["type"]
-
-    @property
-    def head_fingerprint(self) -> str | None:
-        """`fingerprint_of_tensors` of the head's own weights, kept by every export and report; None: not recorded."""
-        return (self.training or {}).get("fingerprint")
-
-    @classmethod
-    def from_json(cls, raw: Any) -> "HeadRecord":
-        """Parse the `headstart` part of a config.json. Raises BadInput if it is damaged."""
-        try:
-            target, head, training = raw["target"], dict(raw["head"]), raw.get("training")
-            record = cls(head, target["name"], target["fingerprint"], training, raw.get("version", ""))
-            texts = record.family, record.target_name, record.fingerprint or "", record.version
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadInput(f"config.json: headstart: damaged: {type(error).__name__}: {first_line(error)}") from error
-        if not all(isinstance(text, str) for text in texts) or not isinstance(training, dict | None):
-            raise BadInput("config.json: headstart: damaged: names are texts, and training is an object")
-        return record
-
-    def to_json(self) -> dict[str, Any]:
-        target = {"name": self.target_name, "fingerprint": self.fingerprint}
-        known = {"version": self.version, "head": self.head, "target": target}
-        return known if self.training is None else {**known, "training": self.training}
-
-    def config(self, config_class: type[HeadConfig], *, key: str = "headstart") -> HeadConfig:
-        """The head's config. Args: config_class: of the expected family. key: of this record in config.json.
-
-        Raises: BadInput if the head is of another family, or has a key of another version or a value of another type.
-        """
-        if self.family != config_class.type:
-            raise BadInput(f"config.json: {key}.head.type: expected {config_class.type!r}, found {self.family!r}")
-        unknown = sorted(self.head.keys() - {each.name for each in fields(config_class)})
-        if unknown:
-            raise BadInput(f"config keys of another version of Headstart: {unknown}")
-        kinds = get_type_hints(config_class)
-        for name, value in self.head.items():
-            check_type(value, kinds[name], name=f"config.json: {key}.head.{name}")
-        return config_class(**self.head)
-
-    def check_target(self, folder: str | Path, target: Target) -> None:
-        """Raises BadInput if the head was trained on another target."""
-        if self.fingerprint is not None and self.fingerprint != target.fingerprint:
-            raise BadInput(
-                f"head {folder}: trained on target {self.target_name} (fingerprint {self.fingerprint[:12]}), "
-                f"not on {target.name} ({target.fingerprint[:12]})"
-            )
+    Raises: BadInput if the head is of another family, or has a key of another version or a value of another type.
+    """
+    if record.family != config_class.type:
+        raise BadInput(f"config.json: {key}.head.type: expected {config_class.type!r}, found {record.family!r}")
+    unknown = sorted(record.head.keys() - {known.name for known in fields(config_class)})
+    if unknown:
+        raise BadInput(f"config keys of another version of Headstart: {unknown}")
+    kinds = get_type_hints(config_class)
+    for name, value in record.head.items():
+        check_type(value, kinds[name], name=f"config.json: {key}.head.{name}")
+    return config_class(**record.head)
 
 
 def save_head(
@@ -123,20 +77,6 @@ def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
         return value.detach().flatten()[:: max(1, value.numel() // NUM_VALUES)][:NUM_VALUES].cpu()
 
     return fingerprint_of_values((name, tuple(value.shape), spread(value)) for name, value in tensors.items())
-
-
-def read_head_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a head folder that we wrote. Raises BadInput if it is missing, damaged or not ours."""
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
-    try:
-        config = loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict) or "headstart" not in config:
-        raise BadInput(f"{path}: no `headstart` key: not a head trained by Headstart")
-    return config
 
 
 def read_record(folder: str | Path) -> HeadRecord:

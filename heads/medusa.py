@@ -14,6 +14,7 @@ from ..configs.errors import BadInput
 from .adapters import TargetAdapter
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
 from .drafter import Reading
+from .export.medusa import MedusaServing
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec, drafted_rows
@@ -145,6 +146,7 @@ class MedusaHead(BlocksHead):
     """
 
     config_class = MedusaConfig
+    serving = MedusaServing()
     reads_context = False
 
     def __init__(self, config: MedusaConfig, target: Target, draft_token_ids: Tensor | None = None):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafter import Reading
+from .export.mtp import MtpServing
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
 from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
@@ -118,6 +119,7 @@ class MtpHead(DraftHead):
     """MTP modules under the tensor names of a family of checkpoints (`layout`)."""
 
     config_class = MtpConfig
+    serving = MtpServing()
     default_draft_tokens = 3
 
     def __init__(self, config: MtpConfig, target: Target, draft_token_ids: Tensor | None = None):

@@ -8,8 +8,9 @@ from torch import Tensor
 from ..configs.errors import BadInput
 from .adapters import adapted_layers
 from .base import DraftHead, HeadConfig
+from .export.record import HeadRecord
 from .families import HEADS, build_head, head_class
-from .folder import ADAPTER, HeadRecord, is_head_folder, load_weights, read_record, read_tensors, save_head
+from .folder import ADAPTER, config_of, is_head_folder, load_weights, read_record, read_tensors, save_head
 from .importing.importers import import_head, imported_start, naming, record_of
 from .target import Target
 
@@ -47,7 +48,7 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     record.check_target(folder, target)
     tensors, draft_token_ids = read_tensors(folder)
     with naming(folder):
-        config = record.config(head_class(record.family).config_class)
+        config = config_of(record, head_class(record.family).config_class)
         head = build_head(config, target, draft_token_ids=draft_token_ids)
         load_weights(head, tensors, folder)
     return head.to(target.dtype).eval().requires_grad_(False)

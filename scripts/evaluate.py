@@ -13,6 +13,7 @@ from ..configs.errors import BadInput, first_line
 if TYPE_CHECKING:
     import torch
 
+    from ..eval.decoding.verify import AcceptRule
     from ..eval.measurement.servers.llama_server import ServerFiles
 
 TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, OUTPUT = (  # an option in this panel of the help
@@ -131,7 +132,6 @@ def evaluate(
     from ..configs.owned import OwnedFolder
     from ..eval.decoding.draft_setting import chain
     from ..eval.decoding.replay import check_steps, default_steps
-    from ..eval.decoding.verify import ACCEPT_RULES
     from ..eval.measurement.config import MeasureConfig
     from ..eval.measurement.resume import BatchStore
     from ..eval.measurement.servers.served import swept
@@ -145,7 +145,7 @@ def evaluate(
 
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
-    check_choices(accept=accept, allow_lossy=allow_lossy, typical=(typical_epsilon, typical_delta))
+    rule = chosen_rule(accept, allow_lossy=allow_lossy, epsilon=typical_epsilon, delta=typical_delta)
     yardstick = parse_yardstick(compare, target)
     others = bool(drafter or tree or compare or batch_size or verify_cost)
     served = served_files(engine, server_bin, target, head or [], server_args, others=others)
@@ -169,9 +169,7 @@ def evaluate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        accept=accept,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
+        accept=rule,
         steps=check_steps(steps or default_steps(torch_device(device)), torch_device(device)),
         stop_strings=tuple(stop or ()),
         num_repeats=repeats,
@@ -197,7 +195,7 @@ def evaluate(
             folder.record(settings)
             report_all(loaded, results, rounds, folder.path)
             store.finish()
-    if any(ACCEPT_RULES[result.accept].is_lossless and not is_lossless(result) for result in results):
+    if rule.is_lossless and not all(map(is_lossless, results)):
         raise typer.Exit(1)
 
 
@@ -225,8 +223,8 @@ def served_files(
     return ServerFiles(binary, Path(target), Path(heads[0]), args)
 
 
-def check_choices(*, accept: str, allow_lossy: bool, typical: tuple[float | None, float | None]) -> None:
-    """Raises BadInput on an unknown accept rule, one that is not lossless without --allow-lossy, and parameters of
+def chosen_rule(accept: str, *, allow_lossy: bool, epsilon: float | None, delta: float | None) -> "AcceptRule":
+    """Raises BadInput on an unknown accept rule, one that is not lossless without --allow-lossy, and settings of
     another rule."""
     from ..eval.decoding.verify import ACCEPT_RULES
 
@@ -234,8 +232,9 @@ def check_choices(*, accept: str, allow_lossy: bool, typical: tuple[float | None
         raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")
     if not ACCEPT_RULES[accept].is_lossless and not allow_lossy:
         raise BadInput(f"--accept {accept}: is not lossless, the text would not be the target's; add --allow-lossy")
-    if accept != "typical" and typical != (None, None):
+    if accept != "typical" and (epsilon, delta) != (None, None):
         raise BadInput(f"--accept {accept}: --typical-epsilon and --typical-delta go with --accept typical")
+    return ACCEPT_RULES[accept].having(epsilon=epsilon, delta=delta)
 
 
 def torch_device(name: str) -> "torch.device":

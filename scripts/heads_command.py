@@ -36,9 +36,9 @@ def heads(
     serving_bytes  all the head's parameters in the target's dtype; embeddings and output layers that a head
                    shares with the target are counted with the target
     """
-    from ..heads.fit import load_skeleton
     from ..heads.loading import TargetConfig
     from ..heads.registry import HEADS
+    from ..heads.targets.skeleton import load_skeleton
 
     skeleton = load_skeleton(TargetConfig(path=target)) if target else stand_in()
     rows = [describe(name, skeleton, sized=bool(target)) for name in HEADS]

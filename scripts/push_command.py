@@ -17,8 +17,8 @@ from ..configs.files import write_json
 if TYPE_CHECKING:
     from ..eval.measurement.result import Result
     from ..eval.report.document import Report
-    from ..heads.export.folder import HeadFolder
-    from ..heads.folder import HeadRecord
+    from ..heads.export.record import HeadRecord
+    from ..heads.export.serving import HeadFolder
 
 REPO_ID = r"[\w.-]+/[\w.-]+"
 WITHIN = re.compile(r"(?<![\w/<.~-])(?:~|\.{1,2})?(?:/[^\s/:,;'\"]+)+/([^\s/:,;'\"]+)/?")  # a path of two parts or more
@@ -46,8 +46,7 @@ def push(
     The card has the base model, the recipe without local paths, the data's fingerprint, acceptance length and speedup
     per suite, and the commands that serve it. Log in first with `hf auth login`; the token is neither shown nor stored.
     """
-    from ..heads.export.folder import read_folder, switching_word
-    from ..heads.export.write import WRITERS
+    from ..heads.export.write import engines_of, read_folder, switching_word
 
     if not re.fullmatch(REPO_ID, repo):
         raise BadInput(f"{repo}: expected a repository as owner/name")
@@ -58,7 +57,7 @@ def push(
     word = switching_word(repo, head.family)
     if word is not None:
         raise BadInput(f"{repo}: `{word}` in its name makes vLLM take {head.family} for another method")
-    chosen = to or next(iter(WRITERS.get(head.family, {"": None})))
+    chosen = to or next(iter(engines_of(head.family)), "")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "head")
         prepare(head, run, folder, repo=repo, to=chosen, base_model=named, report=report)

@@ -16,8 +16,7 @@ import yaml
 from headstart.configs.loader import build, read_config
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
 from headstart.data_pipelines.config import DataConfig
-from headstart.heads.export.folder import read_folder
-from headstart.heads.export.write import serve_commands
+from headstart.heads.export.write import read_folder, serve_commands
 from headstart.heads.loading import TargetConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.cli import app

@@ -12,8 +12,8 @@ from ..data_pipelines.sources import read_sources
 from ..data_pipelines.storage.samples import PROMPT
 from ..data_pipelines.storage.shards import Shards
 from ..eval.measurement.result import AnswerSettings, PromptEnding
+from ..heads.chat.reasoning import template_hash
 from ..heads.loading import quantization
-from ..heads.reasoning import template_hash
 from ..heads.target import Target
 from .config import RunConfig
 from .data import TrainingData

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ...heads.chat.reasoning import think_markers
 from ...heads.chat.written_ids import tokenizer_fingerprint
-from ...heads.reasoning import think_markers
 from ..storage.samples import ANSWER, PROMPT, THINK
 
 Span = tuple[int, int]  # [start, end)

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...configs.errors import BadInput
 from ...heads.base import DraftHead
+from ...heads.chat.reasoning import template_hash, tokenizer_hash
 from ...heads.loading import config_hash
-from ...heads.reasoning import template_hash, tokenizer_hash
 from ...heads.target import Target
 from ..config import DataConfig
 from ..masks.chat import ENCODING

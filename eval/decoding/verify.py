@@ -1,7 +1,7 @@
 """Accept rules: which drafted tokens are committed. Pure functions, in fp32, on the device, without copies to the host.
 
 A rule is lossless if the tokens it commits are distributed as the target's own samples. To add a rule, write a function
-from `Candidates` to `AcceptedPath` and give it a line in ACCEPT_RULES.
+from `Candidates` to `AcceptedPath` and give it a line in ACCEPT_RULES; the tests of what it claims go over that table.
 
 A tree of S drafted nodes: parents [B, S] hold the index of each node's parent, -1 for the root, which is the last
 committed token; parents precede their children, and siblings are distinct tokens. In tensors per position,
@@ -10,8 +10,8 @@ with parents -1, 0, 1, ...
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -260,28 +260,51 @@ def exact(drafted: Candidates) -> AcceptedPath:
     return AcceptedPath(num_accepted, parents + 1, chosen.gather(1, num_accepted[:, None]).squeeze(1))
 
 
-@dataclass(frozen=True)
-class TypicalAcceptance:
-    """`accept_typical` with given thresholds, for `generate` or `Engine`: accept=AcceptRule(TypicalAcceptance(0.2))."""
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-    def __call__(self, drafted: Candidates) -> AcceptedPath:
-        probs, tokens, parents = drafted.target_probs(), drafted.tokens, drafted.parents
-        return accept_typical(probs, tokens, parents, depth=drafted.depth, epsilon=self.epsilon, delta=self.delta)
+def typical(drafted: Candidates, *, epsilon: float, delta: float) -> AcceptedPath:
+    """Medusa's rule, `accept_typical`."""
+    probs, tokens, parents = drafted.target_probs(), drafted.tokens, drafted.parents
+    return accept_typical(probs, tokens, parents, depth=drafted.depth, epsilon=epsilon, delta=delta)
 
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """An accept rule. needs_draft_probs: it applies only to sampled drafts that come with their probabilities."""
+    """An accept rule, under the name that `--accept` and reports have for it.
 
-    function: Callable[[Candidates], AcceptedPath]
+    needs_draft_probs: it applies only to sampled drafts that come with their probabilities. takes_offered: on chains
+    that were not sampled it minds `Candidates.offered` itself. settings: further arguments of the function, by name.
+    """
+
+    name: str
+    function: Callable[..., AcceptedPath]
     is_lossless: bool = False
     needs_draft_probs: bool = False
+    takes_offered: bool = False
+    settings: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, drafted: Candidates) -> AcceptedPath:
+        return self.function(drafted, **self.settings)
+
+    def having(self, **settings: float | None) -> "AcceptRule":
+        """The rule with these settings; None: as they are. Raises BadInput if it has no such setting."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        if unknown := sorted(given.keys() - self.settings.keys()):
+            raise BadInput(f"accept {self.name}: has no setting {unknown[0]}")
+        return replace(self, settings=self.settings | given)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not those of the table, under their names in reports: NAME_SETTING."""
+        usual = ACCEPT_RULES[self.name].settings if self.name in ACCEPT_RULES else {}
+        return {f"{self.name}_{key}": value for key, value in self.settings.items() if usual.get(key) != value}
 
 
-ACCEPT_RULES = {"exact": AcceptRule(exact, is_lossless=True), "typical": AcceptRule(TypicalAcceptance())}
+ACCEPT_RULES = {
+    rule.name: rule
+    for rule in (
+        AcceptRule("exact", exact, is_lossless=True, takes_offered=True),
+        AcceptRule("typical", typical, settings={"epsilon": 0.09, "delta": 0.3}),
+    )
+}
 
 
 def accept_rule(accept: str | AcceptRule) -> AcceptRule:

@@ -11,7 +11,7 @@ from ...configs.errors import BadInput
 from ...heads.drafter import Reading
 from ...heads.drafting import worth_verifying
 from .sampling import choose
-from .verify import AcceptedPath, AcceptRule, Candidates, exact
+from .verify import AcceptedPath, AcceptRule, Candidates
 
 
 class Widths:
@@ -47,10 +47,10 @@ class Widths:
     def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
         """Apply a rule to the offered drafts; if all of these are accepted, the target's own choice is the bonus."""
         offered, history = drafted.offered, drafted.history
-        if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.function is exact):
-            return rule.function(drafted)
+        if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.takes_offered):
+            return rule(drafted)
         logits = drafted.logits  # computed once, for the rule and the bonus
-        accepted = rule.function(drafted._replace(read_logits=lambda: logits))
+        accepted = rule(drafted._replace(read_logits=lambda: logits))
         rows = torch.arange(len(offered), device=offered.device)
         history = None if history is None else history[rows, offered][:, None]
         own = choose(logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator)

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ...heads.base import DraftHead
+import torch
+
+from ...heads.base import DraftBatch, DraftHead
 from ...heads.drafter import Drafter
+from ...heads.target import Target
+from ..decoding.draft_setting import DraftSetting
 from ..suites.prompts import PromptSource
 from .batches import MeasuredBatch, timed_seconds
-from .metrics import Acceptance, AcceptancePart, row_counts
+from .metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
 from .result import BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
-from .summary import rounded, speedup_of
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
@@ -148,3 +151,31 @@ def mean_length(parts: Sequence[AcceptancePart]) -> float | None:
     num_rounds = sum(part.num_rounds for part in parts)
     num_tokens = sum(part.num_rounds * (part.acceptance_length or 0.0) for part in parts)
     return round(num_tokens / num_rounds, 4) if num_rounds else None
+
+
+@torch.no_grad()
+def teacher_forced_length(
+    target: Target, drafter: Drafter, batches: Sequence[MeasuredBatch], setting: DraftSetting
+) -> float | None:
+    """acceptance_length that teacher-forced drafts, as in training, give on the text that decoding wrote.
+
+    It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
+    None for trees, for drafters that are not heads, if not all drafts are verified, and if more tokens are drafted than
+    `loss_by_depth` has mixes.
+    """
+    num_draft = setting.num_draft_tokens
+    if setting.tree is not None or setting.verify_cost is not None or not isinstance(drafter, DraftHead):
+        return None
+    if drafter.config.loss_by_depth is not None and num_draft > drafter.num_depths:
+        return None
+    num_rounds = num_committed = 0
+    for batch in batches:
+        for prompt, new in zip(batch.suite.prompts, batch.drafted.runs[0].token_ids, strict=True):
+            ids = torch.tensor([[*prompt, *new]], device=target.device)
+            mask = torch.arange(ids.shape[1], device=target.device)[None] >= len(prompt)
+            output = target.read_texts(ids, feature_layers=drafter.feature_layers)
+            out = drafter.loss(DraftBatch(ids, mask, output), num_depths=num_draft)
+            counted = expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
+            num_rounds += counted.num_rounds
+            num_committed += counted.num_committed
+    return rounded(num_committed / num_rounds) if num_rounds else None

@@ -1,12 +1,12 @@
 """How to measure: `MeasureConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...configs.errors import BadInput
 from ...heads.drafter import Drafter
 from ..decoding.draft_setting import DraftSetting, chain, draft_length
 from ..decoding.sampling import Sampling
-from ..decoding.verify import AcceptRule, TypicalAcceptance
+from ..decoding.verify import ACCEPT_RULES, AcceptRule
 
 
 @dataclass(kw_only=True)
@@ -18,9 +18,7 @@ class MeasureConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    accept: str = "exact"  # a name in `verify.ACCEPT_RULES`
-    typical_epsilon: float | None = None  # parameters of `accept` typical; None: their defaults
-    typical_delta: float | None = None
+    accept: AcceptRule = field(default_factory=lambda: ACCEPT_RULES["exact"])
     steps: str = "eager"  # as `Engine` takes it
     stop_strings: tuple[str, ...] = ()  # texts that end an answer
     batch_size: int = 1
@@ -35,15 +33,6 @@ class MeasureConfig:
     @property
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    @property
-    def accept_rule(self) -> str | AcceptRule:
-        """As `Engine` takes it."""
-        given = {"epsilon": self.typical_epsilon, "delta": self.typical_delta}
-        changed = {name: value for name, value in given.items() if value is not None}
-        if not changed or self.accept != "typical":
-            return self.accept
-        return AcceptRule(TypicalAcceptance(**changed))
 
     def setting_for(self, drafter: Drafter) -> DraftSetting:
         """The setting, or this drafter's default. Raises BadInput if it cannot draft that many tokens."""

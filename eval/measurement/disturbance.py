@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .batches import MeasuredBatch, Side
-from .metrics import acceptance, ratio_and_interval
+from .metrics import acceptance, ratio_and_interval, rounded
 from .result import Disturbance, StepMedians
-from .summary import rounded
 
 OTHERS = "other processes"
 UNEVEN = "uneven steps"

@@ -222,3 +222,18 @@ def _interval(
     width = float(stdtrit(max(effective - 1, 1.0), 1 - 0.025 / num_choices)) * sqrt(variance)
     width = min(width, WIDEST)
     return ratio, (ratio * exp(-width), ratio * exp(width))
+
+
+def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, Ends]:
+    """Summed baseline time over summed speculative time, and its 95 % interval; None if nothing was timed, of
+    one entry no interval."""
+    if not seconds:
+        return None, (None, None)
+    ratio, (low, high) = ratio_and_interval(*zip(*seconds, strict=True))
+    if low is None or high is None:
+        return rounded(ratio), (None, None)
+    return rounded(ratio), (max(round(low, 4), 1e-4), round(high, 4))  # never 0: a ratio
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,7 +1,7 @@
 """The typed entries of report.json's `results`; docs/report_schema.md defines every key."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from ...configs.errors import BadInput
@@ -243,7 +243,7 @@ class Result:
     trained: TrainingRecord | None = None
     beyond_training: BeyondTraining | None = None
     asked_as_trained: float | None = None
-    # of other engines alone
+    # OF_OTHER_ENGINES alone
     ours_tokens_per_second: float | None = None
     ours_over_theirs: float | None = None
     ours_over_theirs_ci95: Ends = (None, None)
@@ -256,29 +256,20 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The entry of report.json, as the file gives it back: its lists are lists."""
         entry = json.loads(json.dumps(asdict(self) | {"trained": self.trained.raw if self.trained else None}))
-        left_out = {key for key in TYPICAL_KEYS if entry[key] is None}
-        left_out |= set() if self.is_beside else OTHER_ENGINES_KEYS
+        left_out = {key for key in IF_CHANGED if entry[key] is None}
+        left_out |= set() if self.is_beside else OF_OTHER_ENGINES
         return {key: value for key, value in entry.items() if key not in left_out}
 
     @classmethod
     def from_json(cls, entry: dict[str, Any], *, where: str = "result") -> "Result":
-        """The result of an entry; keys that it does not know are left out. Raises BadInput naming a key that is missing
-        or of the wrong type."""
+        """The result of an entry. A key with a default may be missing, as in reports of older versions; one that it
+        does not know is left out. Raises BadInput naming a key that is missing or of the wrong type."""
         if not isinstance(entry, dict):
             raise BadInput(f"{where}: expected an object, got {entry!r:.60}")
-        left_out = (
-            TYPICAL_KEYS | LATER_KEYS | (OTHER_ENGINES_KEYS if entry.get("engine") in (ENGINE, SERVER) else set())
-        )
-        missing = [key.name for key in fields(cls) if key.name not in entry and key.name not in left_out]
-        if missing:
-            raise BadInput(f"{where}.{missing[0]}: is missing")
-        trained = entry["trained"]
+        trained = entry.get("trained")
         raw = {**trained, "raw": trained} if isinstance(trained, dict) else trained
         return read_json(cls, {**entry, "trained": raw}, where=where)
 
 
-# keys that older reports lack
-LATER_KEYS = {"num_timed", "repetition", "without_loops", "verify_cost", "drafts_verified", "calibration",
-              "acceptance_length_ci95", "observations", "num_chats", "by_turn", "chat_template_kwargs"}  # fmt: skip
-TYPICAL_KEYS = {"typical_epsilon", "typical_delta"}
-OTHER_ENGINES_KEYS = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}
+IF_CHANGED = {"typical_epsilon", "typical_delta"}  # keys that the report has where they are not None
+OF_OTHER_ENGINES = {"ours_tokens_per_second", "ours_over_theirs", "ours_over_theirs_ci95"}

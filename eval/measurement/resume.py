@@ -123,7 +123,8 @@ def settings_key(
         "machine": [str(target.dtype), str(target.device), device_name(target.device), torch.get_num_threads()],
         "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    text = json.dumps(parts, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def kept_in(

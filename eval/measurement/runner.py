@@ -74,7 +74,7 @@ class Runner:
                 batch_size=batch_size,
                 max_length=self.max_length,
                 sampling=config.sampling,
-                accept=config.accept_rule,
+                accept=config.accept,
                 steps=config.steps,
                 generator=self.generator,
             )

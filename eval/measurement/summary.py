@@ -1,22 +1,47 @@
-"""Computing the figures of a result from the rounds of both sides; results are made here and nowhere else."""
+"""Making results: of our own decoding from the rounds of both sides; those of other engines start from `unmeasured`."""
 
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ...heads.drafting import StaticTree, Tree
 from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting
-from ..decoding.verify import TypicalAcceptance
 from ..suites.prompts import FailedPrompt, Suite
 from .bandwidth import baseline_bandwidth
 from .batches import MeasuredBatch, Side, summed_seconds, timed_seconds, timed_units
+from .breakdown import (
+    acceptance_by,
+    asked_as_trained,
+    beyond_training,
+    by_domain,
+    by_turn,
+    context_label,
+    draft_vocabulary,
+    segment_label,
+    teacher_forced_length,
+)
 from .config import MeasureConfig
-from .metrics import Acceptance, Ends, acceptance, calibration, conventions, ratio_and_interval, row_counts
+from .disturbance import disturbance, step_medians
+from .lossless import LosslessReport, compare_texts
+from .metrics import (
+    Acceptance,
+    Ends,
+    acceptance,
+    calibration,
+    conventions,
+    ratio_and_interval,
+    rounded,
+    row_counts,
+    speedup_of,
+)
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
-from .result import FixedTreeShape, Observation, Result, Timing, TreeLimits
+from .result import ENGINE, FixedTreeShape, Observation, Result, Timing, TreeLimits
+from .runner import Contender, Runner
+from .sampling_check import SamplingCheck, check_sampling
 
 
 def unmeasured(
@@ -46,9 +71,8 @@ def unmeasured(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        accept=config.accept,
-        typical_epsilon=None if config.typical_epsilon == TypicalAcceptance.epsilon else config.typical_epsilon,
-        typical_delta=None if config.typical_delta == TypicalAcceptance.delta else config.typical_delta,
+        accept=config.accept.name,
+        **config.accept.changed,
         steps=config.steps,
         batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,
@@ -65,6 +89,50 @@ def tree_shape(tree: Tree | None) -> FixedTreeShape | TreeLimits | None:
     if isinstance(tree, StaticTree):
         return FixedTreeShape(list(tree.parents))
     return TreeLimits(tree.num_nodes, tree.depth, tree.top_k) if tree else None
+
+
+def result_of(
+    target: Target,
+    contender: Contender,
+    suite: Suite,
+    config: MeasureConfig,
+    batches: Sequence[MeasuredBatch],
+    *,
+    failed: Sequence[FailedPrompt],
+) -> Result:
+    """The result of a contender's batches, with its texts checked."""
+    drafter, setting, training = contender.drafter, contender.setting, contender.training
+    prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
+    empty = unmeasured(
+        suite,
+        config,
+        setting,
+        engine=ENGINE,
+        drafter=contender.name,
+        num_prompts=len(prompts),
+        failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
+    )
+    length, trained_length = setting.num_draft_tokens, training.max_length if training else None
+    by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
+    is_greedy = config.temperature == 0
+    return replace(
+        with_figures(empty, target, batches),
+        step_medians=step_medians(batches, num_draft_tokens=length),
+        disturbance=disturbance(batches),
+        draft_vocabulary=draft_vocabulary(drafter, batches),
+        by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
+        by_context=by_context,
+        by_domain=by_domain(batches, num_draft_tokens=length),
+        by_turn=by_turn(batches, num_draft_tokens=length),
+        teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
+        lossless=greedy_check(batches, contender.runner(target, suite.prompts, config))
+        if is_greedy
+        else LosslessReport(),
+        sampling_check=None if is_greedy else sampled_check(target, prompts, batches, config),
+        trained=training,
+        beyond_training=beyond_training(training, by_context),
+        asked_as_trained=asked_as_trained(training, prompts),
+    )
 
 
 def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch]) -> Result:
@@ -110,6 +178,26 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         ),
         timing=timing(batches, length),
     )
+
+
+def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
+    """Compare the first repeat's texts with the baseline's, and prove those that differ."""
+    whole, seen = LosslessReport(), set[int]()
+    for batch in batches:
+        run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
+        plain = batch.baseline.runs[0].token_ids
+        prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
+        whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
+    return whole
+
+
+def sampled_check(
+    target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch], config: MeasureConfig
+) -> SamplingCheck:
+    """Test the texts of all repeats against the target's distribution."""
+    drafted = [texts for batch in batches for texts in batch.drafted.texts]
+    plain = [texts for batch in batches for texts in batch.baseline.texts]
+    return check_sampling(target, prompts, drafted, plain, config.sampling)
 
 
 def repetitions(batches: Iterable[MeasuredBatch], counted_runs: int) -> list[list[TextRepetition]]:
@@ -186,17 +274,6 @@ def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Resu
     )
 
 
-def speedup_of(seconds: Sequence[tuple[float, float]]) -> tuple[float | None, Ends]:
-    """Summed baseline time over summed speculative time, and its 95 % interval; None if nothing was timed, of
-    one entry no interval."""
-    if not seconds:
-        return None, (None, None)
-    ratio, (low, high) = ratio_and_interval(*zip(*seconds, strict=True))
-    if low is None or high is None:
-        return rounded(ratio), (None, None)
-    return rounded(ratio), (max(round(low, 4), 1e-4), round(high, 4))  # never 0: a ratio
-
-
 def first_token_ms(sides: Iterable[Side]) -> float | None:
     """The median over batches of the mean over repeats."""
     seconds = [side.prefill_seconds / len(side.runs) for side in sides]
@@ -224,7 +301,3 @@ def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) ->
         baseline_ms=rounded(baseline),
         formula_speedup=rounded(acceptance_length * baseline / whole),
     )
-
-
-def rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(value, digits)

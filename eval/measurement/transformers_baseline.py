@@ -18,12 +18,13 @@ from ..drafters.lookup import NgramDrafter
 from ..suites.prompts import FailedPrompt, Suite
 from .config import MeasureConfig
 from .lossless import LosslessReport, Unproved, compare_texts
+from .metrics import rounded, speedup_of
 from .passes import measure_parts
 from .proof.own_forward import generation_config
 from .result import Result
 from .resume import BatchStore, Record, kept_in
 from .runner import Runner
-from .summary import rounded, speedup_of, unmeasured, with_speedup
+from .summary import unmeasured, with_speedup
 
 LENGTH_SLACK = 0.1  # by which answers may differ in length to be compared in time
 

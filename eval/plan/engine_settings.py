@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ...heads.base import DraftHead
 from ...heads.drafting import DynamicTree, StaticTree
-from ...heads.export.llamacpp import server_flags
-from ...heads.export.write import sglang_flags
 from ..decoding.draft_setting import DraftSetting
 from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
 
@@ -69,23 +68,25 @@ def schedule(
     return ranges
 
 
-def for_sglang(cells: Sequence[Cell], method: str) -> str | None:
+def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 
     Of chains and dynamic trees, which it drafts. None if it does not draft so, or nothing helps.
     """
     best = best_for_all(cells, lambda setting: not isinstance(setting.tree, StaticTree))
-    if best is None:
+    if best is None or head is None or head.serving is None:
         return None
-    folder = "" if method == "mtp" else "HEAD"
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
-    return sglang_flags(method, best.num_draft_tokens, folder=folder, top_k=top_k, num_nodes=num_nodes)
+    num = best.num_draft_tokens
+    return head.serving.sglang_flags(head.method, num, folder="HEAD", top_k=top_k, num_nodes=num_nodes)
 
 
-def for_llamacpp(cells: Sequence[Cell], method: str) -> str | None:
+def for_llamacpp(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
     """llama-server's flags for the best chain over all batch sizes; None as of SGLang's."""
     best = best_for_all(cells, lambda setting: setting.tree is None)
-    return best and server_flags(method, best.num_draft_tokens, file="HEAD.gguf")
+    if best is None or head is None or head.serving is None:
+        return None
+    return head.serving.server_flags(head.method, best.num_draft_tokens, file="HEAD.gguf")
 
 
 def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:

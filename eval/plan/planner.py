@@ -88,7 +88,7 @@ class Planner:
         if machine is None:
             cells = self.check(cells)
         advice = recommend(cells)
-        budget = self.budget
+        budget, head = self.budget, self.drafter if isinstance(self.drafter, DraftHead) else None
         most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
         ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
         return Plan(
@@ -113,18 +113,13 @@ class Planner:
                 left_out=budget.left_out,
             ),
             vllm_schedule=ranges,
-            sglang_flags=for_sglang(cells, self.method),
-            llamacpp_flags=for_llamacpp(cells, self.method),
+            sglang_flags=for_sglang(cells, head),
+            llamacpp_flags=for_llamacpp(cells, head),
         )
 
     @property
     def workload(self) -> Workload:
         return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
-
-    @property
-    def method(self) -> str:
-        """What engines call the head's way of drafting; empty for other drafters."""
-        return self.drafter.method if isinstance(self.drafter, DraftHead) else ""
 
     @property
     def trees(self) -> Sequence[str]:

@@ -6,9 +6,8 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from ..decoding.draft_setting import DraftSetting
-from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval
+from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
 from ..measurement.step_times import StepTime
-from ..measurement.summary import rounded
 from ..suites.prompts import filled
 
 LEAST_GAIN = 0.01  # relative gain needed to choose a setting that drafts more

@@ -12,9 +12,9 @@ from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl, naming_faults
 from ...heads.chat.messages import Message, script_of
 from ...heads.chat.prompts import ChatTemplate, prompt_ids
+from ...heads.chat.reasoning import template_hash, trace_finder
 from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
 from ...heads.loading import quiet_loading
-from ...heads.reasoning import template_hash, trace_finder
 from ...heads.target import Target
 
 Row = dict[str, Any]

@@ -14,8 +14,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ...configs.errors import BadInput, first_line
-from ..reasoning import think_markers
 from .messages import REASONING_KEYS, Message, place_reasoning
+from .reasoning import think_markers
 from .rows import DAY, STANDARD_DAY, ChatRow, UnusableRow, Variables, chat_of, instruction_in, is_chat, known_keys
 
 DAY_CALL = re.compile(rf"""{DAY}\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")

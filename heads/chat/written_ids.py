@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...configs.errors import BadInput
-from ..reasoning import short_hash, template_hash
+from .reasoning import short_hash, template_hash
 
 KEY = "written_ids"
 NEW_KEYS = ("token_ids", "response_token_ids")  # of a choice in a response of vLLM, of SGLang

@@ -14,11 +14,27 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..nn.dflash2 import NUM_TAPS
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, serves_itself, sizes_of, trained_config
-from .folder import DFLASH, DFLASH2, DSPARK, PROVENANCE, HeadFolder, write_config, write_tensors
-from .portable import WINDOW_KEYS, as_speculators, bare_embedding
-from .windows import window_of, window_problems
+from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config, window_of, window_problems
+from .folder import bare_embedding, write_config, write_tensors
+from .gguf_contract import (
+    MASK_TOKEN,
+    drafted_vocabulary,
+    feature_layers,
+    flag,
+    gguf_sizes,
+    head_size,
+    layer_keys,
+    layer_shapes,
+)
+from .gguf_file import GgufFile
+from .llamacpp import rotation_refusals
+from .record import PROVENANCE
+from .serving import GgufLayout, HeadFolder, Serving
+from .speculators import WINDOW_KEYS, as_speculators, serves_itself
+from .tensor_files import TensorFiles
 
+DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
+ROTATIONS = ("default", "linear", "yarn")  # that llama.cpp's graph has
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": "DSparkDraftModel"}
 TRAINED = ("num_depths", "sample_from_anchor", "feature_layers", "mask_token_id")  # of the head's own config
@@ -26,10 +42,14 @@ DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selecto
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
+def method_of(head: HeadFolder) -> str:
+    return "dspark" if head.config["architectures"] == [DSPARK] else "dflash"
+
+
 def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
     """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
     bare_embedding(head)
-    own, is_dflash = head.own, head.method == "dflash"
+    own, is_dflash = head.own, method_of(head) == "dflash"
     has_both = bool(own["selector_rank"]) and own["conv_group_size"] is not None
     problems = {
         "conv_group_size and selector_rank: engines know DFlash2 with both": (
@@ -45,7 +65,7 @@ def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
         "output own: SGLang's DFlash drafts with the target's output layer": (
             to == "sglang" and is_dflash and own["output"] == "own"
         ),
-        **dict.fromkeys(window_problems(head.config, "block", to=to), True),
+        **dict.fromkeys(window_problems(head.config, in_sglang=BlockServing.in_sglang, to=to), True),
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -59,7 +79,7 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     """The speculators config: it counts inputs of layers, and `sliding_window_non_causal` says that slots see later
     slots in all layers, sliding or not, as vLLM treats it as one flag."""
     config = head.config
-    kind = "dflash2" if config["architectures"] == [DFLASH2] else head.method
+    kind = "dflash2" if config["architectures"] == [DFLASH2] else method_of(head)
     layer_keys = [key for key in WINDOW_KEYS if key in config]
     return {
         **as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=layer_keys),
@@ -71,13 +91,7 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     }
 
 
-def is_block(config: Mapping[str, Any]) -> bool:
-    """Whether a folder's config is a block drafter's, of either layout."""
-    words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
-    return "dflash" in words or "dspark" in words or "dflash_config" in config
-
-
-def contract_of_block(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+def contract_of(config: Mapping[str, Any]) -> Contract:
     """What a folder with this config must hold, and the problems of the config itself."""
     contract = Contract("block")
     if "transformer_layer_config" in config or "speculators_model_type" in config:
@@ -238,3 +252,126 @@ def tensors_of(
         shapes |= {"lm_head.weight": (drafted, hidden), "d2t": (drafted,), "t2d": (vocab,)}
     contract.forbidden = {"mask_hidden": "vLLM takes it for P-EAGLE's", "d2t": "the draft vocabulary is the whole one"}
     return shapes
+
+
+def refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What llama.cpp's converter does not support in a DFlash or DSpark folder."""
+    layer, names = config.get("transformer_layer_config"), set(names)
+    whole = {**config, **(layer or {})}
+    is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
+    problems = rotation_refusals(whole, ROTATIONS)
+    if config.get("architectures") not in ([DFLASH], [DFLASH2]):
+        if "lm_head.weight" in names and not is_cut:
+            why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
+            problems.append(f"lm_head.weight: its converter {why}")
+        return problems
+    if is_cut:
+        problems.append(f"draft_vocab_size: {config['draft_vocab_size']}, its DFlash drafts the whole vocabulary")
+    if any(name.startswith("confidence_head.") for name in names):
+        problems.append("confidence_head: its graph has one beside a Markov head only")
+    if layer is not None:
+        problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
+    top_k, hidden = (config.get("dflash_config") or {}).get("selector_top_k") or 0, whole.get("hidden_size") or 0
+    if hidden < (least := top_k * (top_k + 1)):
+        problems.append(f"selector_top_k: {top_k} of DFlash2 takes a hidden_size of {least} at least, this is {hidden}")
+    return problems
+
+
+def gguf_contract(file: GgufFile) -> Contract:
+    """DFlash, with a Markov head DSpark, with a selector DFlash2: fc and its norm, layers with norms of queries and
+    keys, output tensors."""
+    rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
+    contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
+    sizes = gguf_sizes(file, contract)
+    feature_layers(file, contract)
+    layer_keys(file, contract)
+    flag(file, contract, "attention.causal", allowed=(False,))
+    if rank:
+        flag(file, contract, "sample_from_anchor", allowed=(True, False))
+    size = file.own("block_size")
+    contract.report(type(size) is not int or size < 1, f"dflash.block_size: expected a count, found {size!r}")
+    token, num_tokens = file.keys.get(MASK_TOKEN), file.lengths.get("tokenizer.ggml.tokens", 0)
+    outside = type(token) is not int or not 0 <= token < num_tokens
+    contract.report(outside, f"{MASK_TOKEN}: {token!r}, expected 0 to {num_tokens - 1}")
+    if sizes is None or contract.problems:
+        return contract
+    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_size(file, sizes)
+    contract.shapes = {"fc.weight": (hidden, len(file.own("target_layers")) * hidden)}
+    contract.shapes["enc.output_norm.weight"] = (hidden,)
+    for i in range(sizes["block_count"]):
+        contract.shapes |= layer_shapes(file, sizes, contract, place=f"blk.{i}", read=hidden)
+        contract.shapes |= {f"blk.{i}.{name}.weight": (head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
+    num_drafted = drafted_vocabulary(file, sizes, contract)
+    if rank:
+        contract.shapes |= {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (num_drafted, rank)}
+    if rank and file.own("has_confidence_head"):
+        contract.shapes |= {"conf_proj.weight": (1, hidden + rank), "conf_proj.bias": (1,)}
+    if any(file.own(key) is not None for key in DFLASH2_KEYS) or "selector_hidden.weight" in file.shapes:
+        gguf_dflash2(file, sizes, contract)
+    return contract
+
+
+def gguf_dflash2(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> None:
+    """Add the convolutions and the selector of DFlash2."""
+    found = {key: file.own(key) for key in DFLASH2_KEYS}
+    wrong = [key for key, value in found.items() if type(value) is not int]
+    if wrong:
+        contract.problems += [f"dflash.{key}: expected a count, found {found[key]!r}" for key in wrong]
+        return
+    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], found["selector_rank"], NUM_TAPS
+    codebooks = dict.fromkeys(("selector_predecessor.weight", "selector_successor.weight"), (vocab, rank))
+    contract.shapes |= {**codebooks, "selector_hidden.weight": (rank, hidden)}
+    for place in (f"blk.{i}.{kind}_conv" for i in range(sizes["block_count"]) for kind in ("attn", "ffn")):
+        contract.shapes[f"{place}_base"] = (2, taps, hidden)
+        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // found["conv_group_size"], hidden)
+
+
+class BlockServing(Serving):
+    engines = ("vllm", "sglang", "speculators", "llama.cpp")
+    keeps_vocabulary = True
+    path_words = ("dflash", "dspark")
+    key_types = {"dflash_config": dict, "markov_rank": int}
+    sglang_algorithms = {"dflash": "DFLASH", "dspark": "DSPARK"}
+    spec_types = {"dflash": "draft-dflash", "dspark": "draft-dspark"}
+    reads_features = True
+    in_sglang = "SGLang lets a slot see earlier slots only"
+    gguf = {
+        "dflash": GgufLayout(
+            gguf_contract,
+            {
+                **{key: key for key in ("block_size", "sample_from_anchor", *DFLASH2_KEYS)},
+                "target_layers": "target_layer_ids",
+            },
+            nested="dflash_config",
+        )
+    }
+
+    def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
+        words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+        return "dflash" in words or "dspark" in words or "dflash_config" in config
+
+    def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
+        contract = contract_of(config)
+        contract.problems += refusals(config, stored.shapes) if to == "llama.cpp" else []
+        return contract
+
+    def sglang_flags(
+        self, method: str, num_draft_tokens: int, *, folder: str, top_k: int = 1, num_nodes: int = 0
+    ) -> str | None:
+        """The only other flag is the number of verified tokens."""
+        how = f"--speculative-algorithm {self.sglang_algorithms[method]} --speculative-draft-model-path {folder}"
+        return f"{how} --speculative-num-draft-tokens {num_draft_tokens + 1}"
+
+    def method_of(self, file: GgufFile) -> str | None:
+        if file.architecture not in self.gguf:
+            return None
+        return "dspark" if "markov_w1.weight" in file.shapes else "dflash"
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_block(head, folder, to=to)
+
+    def method(self, head: HeadFolder) -> str:
+        return method_of(head)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return refusals(config, names)

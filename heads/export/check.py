@@ -10,37 +10,23 @@ import torch
 from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import loads
 from ...configs.typed import check_type
-from ..importing.mtp_checkpoint import mtp_layout, unlike_ours
-from . import contracts
-from .block import contract_of_block, is_block
-from .contracts import Contract
-from .folder import PROVENANCE, switching_word
+from ..families import HEADS, served_families
+from .contracts import Contract, window_problems
 from .gguf_check import check_file
-from .llamacpp import REFUSALS, block_refusals
-from .model_contracts import COUNT_KEYS, draft_model, is_module, mtp, text_part
+from .record import PROVENANCE
 from .tensor_files import INTEGERS, TensorFiles, read_tensor_files
-from .windows import window_problems
+from .write import switching_word
 
-FAMILIES = {
-    "eagle": "eagle",
-    "eagle3": "eagle3",
-    "speculators": "eagle3",
-    "medusa": "medusa",
-    "mtp": "mtp",
-    "block": "block",
-}
-# types of the config keys that checks read, at whatever depth; None is accepted too
+# types of the config keys that checks read, at whatever depth, besides `Serving.key_types`; None is accepted too
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("speculators_config", "verifier", "transformer_layer_config", "text_config"), dict),
-    **dict.fromkeys(("dflash_config", "eagle_config", "rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys((PROVENANCE, "headstart", "head"), dict),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),
     "proposal_methods": list[dict],
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"), int),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "draft_vocab_size", "markov_rank"), int),
-    **dict.fromkeys(COUNT_KEYS, int),
-    **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "max_position_embeddings"), int),
-    **dict.fromkeys(("num_depths", "sliding_window"), int),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "draft_vocab_size"), int),
+    **dict.fromkeys(("max_position_embeddings", "num_depths", "sliding_window"), int),
     "feature_layers": list[int],
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), float),
 }
@@ -87,94 +73,71 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = ""
         return Checked(None, [f"config.json: not JSON: {first_line(error)}"])
     if not isinstance(config, dict):
         return Checked(None, ["config.json: no JSON object"])
-    if wrong := wrong_types(config):
+    types = TYPES | {key: kind for one in served_families().values() for key, kind in one.key_types.items()}
+    if wrong := wrong_types(config, types):
         return Checked(None, [f"config.json: {problem}" for problem in wrong])
     stored = read_tensor_files(folder)
-    layout = recognised(config, stored)
-    if layout is None:
+    family = recognised(config, stored)
+    if family is None:
         raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
-    family = FAMILIES.get(layout, "draft_lm")
-    if for_llamacpp and layout == "eagle3":
-        layout = "llamacpp"
-    contract = contract_of(layout, folder, config, stored)
-    problems = [*stored.problems, *contract.problems, *window_problems(config, family, to=to)]
-    if for_llamacpp and layout == "block":
-        problems += block_refusals(config, stored.shapes)
-    if for_llamacpp and family not in REFUSALS:
+    serving = served_families()[family]
+    contract = serving.contract(folder, config, stored, to="llama.cpp" if for_llamacpp else to)
+    problems = [*stored.problems, *contract.problems]
+    if serving.in_sglang:
+        problems += window_problems(config, in_sglang=serving.in_sglang, to=to)
+    if for_llamacpp and not serving.spec_types:
         problems.append(f"llama.cpp has no graph for {family} heads")
     word = None if for_llamacpp else switching_word(folder.absolute(), family)
     if word is not None:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
-    problems += compared(contract, stored, config) + dtype_problems(family, config, stored)
+    problems += compared(contract, stored) + dtype_problems(contract, config, stored)
     return Checked(contract.layout, problems + value_problems(contract, stored, config))
 
 
-def wrong_types(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The keys of TYPES in a config, or in an object within it, whose values have another type."""
+def wrong_types(config: Mapping[str, Any], types: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys in a config, or in an object within it, whose values have another type than `types` says."""
     problems = []
     for key, value in config.items():
-        if key in TYPES and value is not None:
+        if key in types and value is not None:
             try:
-                check_type(value, TYPES[key], name=f"{prefix}{key}")
+                check_type(value, types[key], name=f"{prefix}{key}")
             except BadInput as error:
                 problems.append(str(error))
                 continue
         if isinstance(value, dict):
-            problems += wrong_types(value, f"{prefix}{key}.")
+            problems += wrong_types(value, types, f"{prefix}{key}.")
         elif isinstance(value, list):
             objects = [(i, item) for i, item in enumerate(value) if isinstance(item, dict)]
-            problems += [line for i, item in objects for line in wrong_types(item, f"{prefix}{key}.{i}.")]
+            problems += [line for i, item in objects for line in wrong_types(item, types, f"{prefix}{key}.{i}.")]
     return problems
 
 
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
-    """The layout, recognised by config keys and tensor names even if others are wrong; None: unknown."""
-    names, architectures = stored.shapes, str(config.get("architectures") or "").lower()
-    if is_block(config):
-        return "block"
-    if "speculators_model_type" in config or "speculators_config" in config:
-        return "speculators"
-    if config.get("model_type") == "medusa" or "medusa_num_heads" in config or "blocks.0.layers.0.weight" in names:
-        return "medusa"
-    if config.get("model_type") == "hydra":
+    """The family, recognised by config keys and tensor names even if others are wrong; None: unknown."""
+    served = served_families()
+    if any(config.get("model_type") == family for family in HEADS if family not in served):
         return None
-    if "eagle3" in architectures or any(name.endswith("hidden_norm.weight") for name in names if "mtp" not in name):
-        return "eagle3"
-    if "eagle" in architectures or "fc.weight" in names:
-        return "eagle"
-    if mtp_layout(names) or unlike_ours(names) or any(text_part(config).get(key) for key in COUNT_KEYS):
-        return "mtp"
-    return "draft model" if "forcausallm" in architectures else None
+    in_order = sorted(served, key=lambda family: served[family].order)
+    return next((family for family in in_order if served[family].recognises(config, stored)), None)
 
 
-def contract_of(layout: str, folder: Path, config: dict[str, Any], stored: TensorFiles) -> Contract:
-    """What a folder of this layout must hold."""
-    if layout == "draft model":
-        return draft_model(folder, config, stored)
-    if layout == "mtp":
-        return mtp(config, stored)
-    if layout == "block":
-        return contract_of_block(config, list(stored.shapes))
-    return getattr(contracts, layout)(config, list(stored.shapes))
-
-
-def compared(contract: Contract, stored: TensorFiles, config: dict[str, Any]) -> list[str]:
+def compared(contract: Contract, stored: TensorFiles) -> list[str]:
     """Tensors that are missing, of another shape, or should not be there."""
     if not contract.shapes or not stored.shapes:
         return []
-    found = stored.shapes
-    if contract.layout.startswith("mtp"):  # without the target's own tensors
-        found = {name: found[name] for name in found if name in contract.shapes or is_module(name, config)}
+    found, is_ours = stored.shapes, contract.is_ours
+    if is_ours is not None:  # without the target's own tensors
+        found = {name: found[name] for name in found if name in contract.shapes or is_ours(name)}
     outcome = "; engines would use uninitialised memory"
     return contract.compare(found, unknown="the layout has no such tensor", outcome=outcome)
 
 
-def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> list[str]:
+def dtype_problems(contract: Contract, config: dict[str, Any], stored: TensorFiles) -> list[str]:
     """Weights must all have one floating-point dtype, the one in config.json; maps of the draft vocabulary integers."""
     dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
     wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
     problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
-    if family == "mtp":  # a target's checkpoint may mix dtypes as it likes
+    if contract.is_ours is not None:  # a target's checkpoint may mix dtypes as it likes
         return problems
     weights = {name: dtype for name, dtype in dtypes.items() if name not in mapping}
     odd = sorted(name for name, dtype in weights.items() if dtype not in TORCH_NAMES)
@@ -190,10 +153,10 @@ def dtype_problems(family: str, config: dict[str, Any], stored: TensorFiles) -> 
 
 
 def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, Any]) -> list[str]:
-    """NaN, infinite or contradicting values. In a target with MTP modules, only the modules are read."""
+    """NaN, infinite or contradicting values of the head's own tensors."""
     problems = []
     for name in stored.floats:
-        if contract.layout.startswith("mtp") and not is_module(name, config):
+        if contract.is_ours is not None and not contract.is_ours(name):
             continue
         value = stored.read(name).float()
         num_bad = int((~torch.isfinite(value)).sum())

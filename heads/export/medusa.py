@@ -5,18 +5,50 @@ Neither has cut draft vocabularies: vLLM's code has a `token_map` for them, but 
 
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
-from .folder import OUTPUTS, HeadFolder, table_rows, write_config, write_tensors
+from .contracts import Contract, sizes_of
+from .folder import OUTPUTS, table_rows, write_config, write_tensors
+from .serving import HeadFolder, Serving
+from .tensor_files import TensorFiles
 
 ADAPTER_FOLDER = "target_adapter"
 
 
-def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
+class MedusaServing(Serving):
+    engines = ("vllm", "hf")
+    order = 2
+    key_types = dict.fromkeys(("medusa_num_heads", "medusa_num_layers"), int)
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        if to == "hf":
+            write_published(head, folder)
+        else:
+            write_blocks(head, folder)
+
+    def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
+        is_told = config.get("model_type") == "medusa" or "medusa_num_heads" in config
+        return is_told or "blocks.0.layers.0.weight" in stored.shapes
+
+    def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
+        return contract_of(config, list(stored.shapes))
+
+    def notes(self, head: HeadFolder) -> list[str]:
+        why = "merge that into the target that you serve"
+        return [f"it drafts for the target with {ADAPTER_FOLDER}/ on it: {why}"] if head.has_adapter else []
+
+    def commands(self, head: HeadFolder, output: str, *, to: str, target: str) -> dict[str, str]:
+        # FasterDecoding's layout is one that neither engine reads
+        return {} if to == "hf" else super().commands(head, output, to=to, target=target)
+
+
+def write_blocks(head: HeadFolder, folder: Path) -> None:
     """vLLM's layout: blocks.{k}.layers.{j} and lm_heads.{k}, or one lm_head if the head shares the target's.
 
     Raises: BadInput if the draft vocabulary is cut, or output layers have a bias, which vLLM does not support.
@@ -32,7 +64,7 @@ def write_blocks(head: HeadFolder, folder: Path, *, to: str) -> None:
     carry_adapter(head, folder)
 
 
-def write_published(head: HeadFolder, folder: Path, *, to: str) -> None:
+def write_published(head: HeadFolder, folder: Path) -> None:
     """FasterDecoding's layout: {k}.{j}.linear and {k}.{num_blocks}, a copy of the target's output layer if shared.
 
     Raises: BadInput if the draft vocabulary is cut.
@@ -87,3 +119,38 @@ def from_blocks(tensors: dict[str, Tensor], *, num_blocks: int) -> dict[str, Ten
         found[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_blocks}.", name)] = value
     found.pop("lm_head.weight", None)
     return found
+
+
+def contract_of(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
+    names = list(names)
+    is_blocks = any(re.match(r"blocks\.|lm_heads\.|lm_head\.", name) for name in names)
+    contract = Contract("medusa" if is_blocks else "medusa (FasterDecoding)")
+    counts = {
+        "num_heads": config.get("num_heads", config.get("medusa_num_heads")),
+        "num_hidden_layers": config.get("num_hidden_layers", config.get("medusa_num_layers")),
+    }
+    sizes = sizes_of({**config, **counts}, contract, ("hidden_size", "vocab_size", *counts))
+    contract.want(config, "model_type", "medusa", "vLLM reads the config as another model's")
+    if sizes is None:
+        return contract
+    for ours, theirs in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
+        if theirs in config and config[theirs] != sizes[ours]:
+            contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
+    hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
+    is_biased = any(name.endswith(".bias") for name in names)
+    is_dropped = is_biased and not config.get("medusa_fc_bias")
+    contract.report(is_dropped, "medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
+    cut = config.get("truncated_vocab_size")
+    contract.report(cut not in (None, vocab), f"truncated_vocab_size: {cut}: heads draft all {vocab} tokens")
+    for k in range(sizes["num_heads"]):
+        for j in range(num_blocks):
+            place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"
+            contract.shapes[f"{place}.weight"] = (hidden, hidden)
+            if is_biased or config.get("medusa_fc_bias"):
+                contract.shapes[f"{place}.bias"] = (hidden,)
+        if not (is_blocks and config.get("original_lm_head")):
+            place = f"lm_heads.{k}" if is_blocks else f"{k}.{num_blocks}"
+            contract.shapes[f"{place}.weight"] = (vocab, hidden)
+    if is_blocks and config.get("original_lm_head"):
+        contract.shapes["lm_head.weight"] = (vocab, hidden)
+    return contract

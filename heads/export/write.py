@@ -1,59 +1,77 @@
-"""Which layout each family is exported in for which engine, and the export itself."""
+"""Reading a trained head's folder, and the export itself."""
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from shlex import quote
 
-from ...configs.errors import BadInput
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ...configs.errors import BadInput, first_line
 from ...configs.files import new_folder
-from ..targets.row_rotary import TWO_SETS
-from .block import write_block
-from .folder import HeadFolder, read_folder, switching_word, write_config, write_ends, write_tensors
-from .llamacpp import Conversion, check_servable, target_folder
-from .medusa import ADAPTER_FOLDER, write_blocks, write_published
-from .model_contracts import COUNT_KEYS
-from .portable import write_eagle, write_eagle3, write_speculators
-from .stitched import num_modules, write_stitched
-from .windows import IN_SGLANG
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
-CHAT_FILES = ("chat_template*", "generation_config.json")
-
-
-def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
-    source = target_folder(head)
-    if head.own.get("parallel") and to == "sglang":
-        raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
-    no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # a draft model has none of the target's MTP
-    write_config(folder, {**head.config, **no_modules, **head.provenance})
-    write_tensors(folder, head.tensors)
-    for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-    write_ends(folder)
-
+from ..families import head_class, served_families
+from ..loading import TargetConfig, read_model_config, torch_dtype
+from .llamacpp import Conversion, check_servable
+from .record import HeadRecord, read_head_config
+from .serving import HeadFolder
 
 ENGINES = ("vllm", "sglang", "speculators", "hf", "llama.cpp")
-WRITERS: dict[str, dict[str, Callable[..., None]]] = {
-    "eagle": {"vllm": write_eagle, "sglang": write_eagle},
-    "eagle3": {
-        "vllm": write_eagle3,
-        "sglang": write_eagle3,
-        "speculators": write_speculators,
-        "llama.cpp": write_eagle3,
-    },
-    "medusa": {"vllm": write_blocks, "hf": write_published},
-    "mtp": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_stitched),
-    "draft_lm": dict.fromkeys(("vllm", "sglang", "hf", "llama.cpp"), write_plain),
-    "block": dict.fromkeys(("vllm", "sglang", "speculators", "llama.cpp"), write_block),
-}
 
-# families whose cut draft vocabulary engines read; from others they draft the whole
-KEEP_VOCABULARY = ("eagle3", "block")
+
+def read_folder(path: str | Path, *, target: str | None = None, dtype: str | None = None) -> HeadFolder:
+    """Read a head folder, or the `final` of a run folder.
+
+    Args: target: folder or hub id, if it is not the one that config.json names. dtype: of the exported weights; None:
+        the target's, or as stored if the target is not available.
+    Raises: BadInput if we did not write the folder, or the config of the given target cannot be read.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file() and (path / "final").is_dir():
+        path = path / "final"
+    config = read_head_config(path)
+    record = HeadRecord.from_json(config.pop("headstart"))
+    name = target or record.target_name
+    target_config = None
+    try:
+        whole = read_model_config(TargetConfig(path=name))
+        # a model of several parts keeps its dtype outside its text part
+        target_config = {**whole.get_text_config().to_dict(), "dtype": str(whole.dtype).removeprefix("torch.")}
+    except BadInput:
+        if target is not None:
+            raise
+    wanted = torch_dtype(dtype or usable((target_config or {}).get("dtype")))
+    file = path / "model.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{file}: {first_line(error)}") from error
+    if isinstance(wanted, torch.dtype):
+        tensors = {name: value.to(wanted) if value.is_floating_point() else value for name, value in tensors.items()}
+    kind = str(next(value.dtype for value in tensors.values() if value.is_floating_point())).removeprefix("torch.")
+    config |= {"dtype": kind, "torch_dtype": kind}
+    return HeadFolder(path, config, record, tensors, name, target_config, head_class(record.family).serving)
+
+
+def usable(dtype: str | None) -> str:
+    """The dtype if drafts are served in it, else `auto`, which means as stored."""
+    return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
+
+
+def engines_of(family: str) -> tuple[str, ...]:
+    """The engines that load heads of a family, the usual one first; none if there is no such family."""
+    serving = served_families().get(family)
+    return () if serving is None else serving.engines
+
+
+def switching_word(where: str | Path, family: str) -> str | None:
+    """The word in a path or hub id that makes vLLM take its head for another method; None: there is none.
+
+    A path never overrides a method that vLLM is told and that such words are of, so for its families only the last part
+    of the path counts.
+    """
+    words = {name: serving.path_words for name, serving in served_families().items()}
+    allowed = words.get(family, ())
+    text = Path(where).name.lower() if allowed else str(where).lower()
+    return next((word for some in words.values() for word in some if word in text and word not in allowed), None)
 
 
 def export_head(
@@ -77,11 +95,12 @@ def export_head(
     if Path(output).exists():
         raise BadInput(f"{output}: exists already")
     head = read_folder(source, target=target, dtype=dtype)
-    writers = WRITERS.get(head.family)
-    if writers is None:
+    serving = head.serving
+    if serving is None:
         raise BadInput(f"head {source}: no serving engine loads {head.family} heads; headstart eval decodes with it")
-    if to not in writers:
-        raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {' or '.join(writers)}")
+    if to not in serving.engines:
+        known = " or ".join(serving.engines)
+        raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {known}")
     conversion = conversion or Conversion()
     if to == "llama.cpp":
         check_servable(head, conversion)
@@ -90,34 +109,15 @@ def export_head(
         why = f"`{word}` in its path makes vLLM take {head.family} for another method; name it otherwise"
         raise BadInput(f"{output}: {why}")
     with new_folder(output) as folder:
-        writers[to](head, folder, to=to)
+        serving.write(head, folder, to=to)
         if to == "llama.cpp":
             conversion.run(head, folder, name=Path(output).name)
     return head
 
 
-SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_lm": "STANDALONE", "mtp": "NEXTN"}
-SGLANG_BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}  # their only other flag is the number of verified tokens
-
-
 def notes(head: HeadFolder) -> list[str]:
     """Remarks for whoever serves a head: what it needs besides its folder, and where engines differ from ours."""
-    lines = []
-    if head.has_adapter:
-        merge = "merge that into the target that you serve"
-        lines.append(f"it drafts for the target with {ADAPTER_FOLDER}/ on it: {merge}")
-    if head.family in ("mtp", "eagle") and head.own["draft_vocab_size"]:
-        name = {"mtp": "MTP modules", "eagle": "EAGLE-1 heads"}[head.family]
-        lines.append(f"engines draft the whole vocabulary from {name}: draft_vocab_size has no effect there")
-    if head.family == "mtp" and head.own["feedback"] == "pre_norm":
-        lines.append("engines feed the next depth from behind the norm: drafts behind the first differ from training")
-    rope = (head.target_config or {}).get("rope_parameters") or {}
-    if head.family == "mtp" and rope.get("rope_type") == TWO_SETS:
-        num = rope["original_max_position_embeddings"]
-        why = "engines rotate by the frequencies of long texts, which the modules are not trained on"
-        lines.append(f"{why}, if they serve a context of more than {num} tokens")
-    if (window := head.own.get("sliding_window")) and head.family in IN_SGLANG:
-        lines.append(f"sliding_window {window}: serve it with vLLM; {IN_SGLANG[head.family]}")
+    lines = head.serving.notes(head) if head.serving else []
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
     return lines
@@ -125,47 +125,4 @@ def notes(head: HeadFolder) -> list[str]:
 
 def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:
     """By engine, the shell command that serves the exported folder, with names quoted."""
-    if head.family == "medusa" and to == "hf":
-        return {}  # FasterDecoding's layout, which neither engine reads
-    name, num, quoted = quote(target or head.target), head.own["num_depths"], quote(output)
-    if head.family == "mtp":
-        num = num_modules(head)
-        spec = quote(f'{{"method":"mtp","num_speculative_tokens":{num}}}')
-        return {
-            "vllm": f"vllm serve {quoted} --speculative-config {spec}",
-            "sglang": f"python -m sglang.launch_server --model-path {quoted} {sglang_flags(head.family, num)}",
-        }
-    if to == "llama.cpp":
-        return {}
-    if to == "speculators":
-        return {"vllm": f"vllm serve {quoted}"}
-    method = {"draft_lm": "draft_model"}.get(head.method, head.method)
-    is_parallel = head.own.get("parallel", False)
-    at_once = ',"parallel_drafting":true' if is_parallel else ""
-    spec = quote(f'{{"method":"{method}","model":{json.dumps(output)},"num_speculative_tokens":{num}{at_once}}}')
-    found = {"vllm": f"vllm serve {name} --speculative-config {spec}"}
-    flags = sglang_flags(head.method, num, folder=quoted)
-    if flags is not None and not is_parallel and not head.own.get("sliding_window"):
-        found["sglang"] = f"python -m sglang.launch_server --model-path {name} {flags}"
-    return found
-
-
-def sglang_flags(
-    family: str, num_draft_tokens: int, *, folder: str = "", top_k: int = 1, num_nodes: int = 0
-) -> str | None:
-    """SGLang's flags for drafting with a head; None for families that it does not load.
-
-    Args: folder: of the exported head; empty for modules that are part of the target. top_k, num_nodes: of a dynamic
-        tree, the nodes expanded per level and the nodes in total.
-    """
-    where = f"--speculative-draft-model-path {folder} " if folder else ""
-    if family in SGLANG_BLOCKS:
-        how = f"--speculative-algorithm {SGLANG_BLOCKS[family]} {where}"
-        return f"{how}--speculative-num-draft-tokens {num_draft_tokens + 1}"
-    algorithm = SGLANG_ALGORITHMS.get(family)
-    if algorithm is None:
-        return None
-    return (
-        f"--speculative-algorithm {algorithm} {where}--speculative-num-steps {num_draft_tokens} "
-        f"--speculative-eagle-topk {top_k} --speculative-num-draft-tokens {(num_nodes or num_draft_tokens) + 1}"
-    )
+    return head.serving.commands(head, output, to=to, target=target or head.target) if head.serving else {}

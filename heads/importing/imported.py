@@ -10,8 +10,8 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
 from ..base import HeadConfig
-from ..export.folder import PROVENANCE
-from ..folder import HeadRecord
+from ..export.record import PROVENANCE, HeadRecord
+from ..folder import config_of
 from ..target import Target
 
 Tensors = dict[str, Tensor]
@@ -34,10 +34,10 @@ def provenance(config: Mapping[str, Any]) -> HeadRecord | None:
 def own_config(config: TypedKeys, *, plain: type[HeadConfig]) -> HeadConfig | None:
     """The head's config if our export recorded it, else None. `plain`: the config class of the expected family.
 
-    Raises: BadInput if the record is damaged, or as `HeadRecord.config`.
+    Raises: BadInput if the record is damaged, or as `config_of`.
     """
     record = provenance(config.values)
-    return None if record is None else record.config(plain, key=PROVENANCE)
+    return None if record is None else config_of(record, plain, key=PROVENANCE)
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:

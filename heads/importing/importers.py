@@ -23,13 +23,14 @@ from ..base import DraftHead, HeadConfig
 from ..draft_lm import DraftLMConfig
 from ..eagle import EagleConfig
 from ..eagle3 import Eagle3Config
-from ..export.check import FAMILIES, recognised
-from ..export.contracts import MASK_KEYS
+from ..export.check import recognised
+from ..export.eagle3 import MASK_KEYS
 from ..export.medusa import ADAPTER_FOLDER, from_blocks
-from ..export.model_contracts import COUNT_KEYS
+from ..export.mtp import COUNT_KEYS
+from ..export.record import HeadRecord
 from ..export.tensor_files import TensorFiles
 from ..families import build_head, head_class
-from ..folder import ADAPTER, HeadRecord, load_weights
+from ..folder import ADAPTER, load_weights
 from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
 from ..target import Target
@@ -91,11 +92,13 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> Imported:
     """Import the head in a folder; with is_its_target, check that it belongs to this target. Raises BadInput."""
     config, stored = read_all(folder)
-    layout = layout_of(folder, config, stored)
+    family = family_of(folder, config, stored)
     record = provenance(config)
     if is_its_target and record is not None:
         record.check_target(folder, target)
-    imported = IMPORTERS[layout](folder, TypedKeys(config, "config.json: "), stored, target)
+    if family not in IMPORTERS:
+        raise BadInput(f"head {folder}: {family} heads of others are not imported")
+    imported = IMPORTERS[family](folder, TypedKeys(config, "config.json: "), stored, target)
     if is_its_target:
         check_tables(imported, stored, target)
     return imported
@@ -115,15 +118,14 @@ def record_of(folder: str | Path) -> HeadRecord:
     """The record that our export wrote, else one with only the family. Raises BadInput as `import_head`."""
     folder = local_folder(folder)
     config, stored = read_all(folder)
-    family = FAMILIES.get(layout_of(folder, config, stored), "draft_lm")
-    return provenance(config) or HeadRecord({"type": family}, "", None)
+    return provenance(config) or HeadRecord({"type": family_of(folder, config, stored)}, "", None)
 
 
-def layout_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
-    layout = recognised(config, stored)
-    if layout is None:
+def family_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
+    family = recognised(config, stored)
+    if family is None:
         raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
-    return layout
+    return family
 
 
 def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
@@ -203,7 +205,8 @@ def import_eagle(folder: Path, config: TypedKeys, stored: TensorFiles, target: T
 
 def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> None:
     """Raises BadInput if a head's folder has copies of its target's tables that differ from this target's."""
-    if imported.config.type in ("mtp", "draft_lm"):  # whole models with their own tables
+    serving = head_class(imported.config.type).serving
+    if serving is not None and serving.is_whole_model:
         return
     ids = torch.arange(target.vocab_size, device=target.device)[None]
     # as stored, and as the first layer reads it, which some targets scale
@@ -269,9 +272,8 @@ def import_draft_model(folder: Path, config: TypedKeys, stored: TensorFiles, tar
 IMPORTERS: dict[str, Callable[[Path, TypedKeys, TensorFiles, Target], Imported]] = {
     "eagle": import_eagle,
     "eagle3": import_eagle3,
-    "speculators": import_eagle3,
     "medusa": import_medusa,
     "mtp": import_mtp,
-    "draft model": import_draft_model,
+    "draft_lm": import_draft_model,
     "block": import_block,
 }

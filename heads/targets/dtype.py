@@ -7,8 +7,8 @@ import torch
 
 from ..decoders.cpu.build import kernels, multiplies_bf16
 from ..decoders.cpu.decoder import CpuDecoder
-from ..fit import NoSkeleton, load_skeleton
 from ..loading import TargetConfig, quantization, read_model_config
+from .skeleton import NoSkeleton, load_skeleton
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -30,7 +30,6 @@ TOY = Shape(head="eagle3", hidden=64, intermediate=172, num_heads=8, num_kv_head
 SMALL = replace(TOY, hidden=256, intermediate=704, vocabulary=4096, context=256, batch_size=4)
 LARGE = replace(TOY, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, vocabulary=152064, context=4096)
 LARGE = replace(LARGE, dtype="bf16")
-DEPTHS = {"medusa": 4, "hydra": 4, "mtp": 3, "draft_lm": 5, "eagle": 5, "eagle3": 7, "block": 7}
 SERVED = ("eagle3", "block", "medusa", "mtp")  # the families of 8b
 
 # what is asked of EAGLE-3 with 7 depths at 8B shape, one row of 4096 tokens, the whole vocabulary of 152,064
@@ -88,9 +87,11 @@ def cell_of(shape: Shape, *, what: str = "step", is_compiled: bool = False, num_
 
 def shape_of(size: Size, head: str) -> Shape:
     """A family's shape where compile, bars and profiles are."""
+    config = HEADS[head].config_class(type=head)
     # at 8B shape an output layer of its own per depth has as many weights as the target's body
-    is_shared = size.shape is not SMALL and head in ("medusa", "hydra")
-    return replace(size.shape, head=head, depths=DEPTHS[head], options={"output": "shared"} if is_shared else {})
+    is_shared = size.shape is not SMALL and getattr(config, "output", "") == "own"
+    options = {"output": "shared"} if is_shared else {}
+    return replace(size.shape, head=head, depths=config.num_depths, options=options)
 
 
 def cells_of(size: Size) -> Iterator[Cell]:

@@ -21,10 +21,10 @@ from ...heads.base import DraftHead
 from ...heads.chat.answers import answer_message, answer_text
 from ...heads.chat.messages import Message
 from ...heads.chat.prompts import ChatTemplate
+from ...heads.chat.reasoning import template_hash, think_markers, tokenizer_hash
 from ...heads.chat.rows import UnusableRow
 from ...heads.chat.written_ids import AnswerIds, tokenizer_fingerprint
 from ...heads.loading import config_hash, default_device
-from ...heads.reasoning import template_hash, think_markers, tokenizer_hash
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ...heads.targets.dtype import default_dtype

@@ -49,7 +49,7 @@ def inspect(
     from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
     from ...data_pipelines.masks.retokenised import Retokenised, differing
     from ...data_pipelines.sources import iter_rows
-    from ...heads.fit import load_skeleton
+    from ...heads.targets.skeleton import load_skeleton
     from ...train.config import load_inputs
 
     inputs = load_inputs(config, overrides or ())

@@ -32,7 +32,7 @@ def vocab(
     from ...configs.files import new_folder, write_json, write_text
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary
-    from ...heads.fit import load_skeleton
+    from ...heads.targets.skeleton import load_skeleton
     from ...train.config import load_inputs
     from ...train.data import count_rows
 

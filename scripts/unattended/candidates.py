@@ -9,8 +9,9 @@ from typing import Any
 from ...configs.errors import BadInput
 from ...configs.loader import build, read_config, shipped
 from ...heads.base import HeadConfig
-from ...heads.export.stitched import module_layout
-from ...heads.export.write import KEEP_VOCABULARY, WRITERS
+from ...heads.export.mtp import module_layout
+from ...heads.export.write import engines_of
+from ...heads.families import served_families
 from ...heads.loading import TargetConfig, read_model_config
 from ...heads.registry import HEADS, head_class
 
@@ -54,8 +55,8 @@ def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
     candidates += [read(name, f"heads/{name}.yaml") for name in missing]
     if engine != OURS:
-        kept = {c.name: c.cuts_vocabulary and c.head.type in KEEP_VOCABULARY for c in candidates}
-        candidates = [replace(c, cuts_vocabulary=kept[c.name]) for c in candidates]
+        keeping = {family for family, serving in served_families().items() if serving.keeps_vocabulary}
+        candidates = [replace(c, cuts_vocabulary=c.cuts_vocabulary and c.head.type in keeping) for c in candidates]
     layout = layout_of(target) if target else None
     if layout is not None:
         candidates = [replace(c, head=replace(c.head, layout=layout)) if is_module(c) else c for c in candidates]
@@ -72,7 +73,7 @@ def read(name: str, path: str) -> Candidate:
 
 def check_engine(engine: str) -> None:
     """Raises BadInput if no head can be exported for the engine."""
-    layouts = {name for writers in WRITERS.values() for name in writers}
+    layouts = {name for serving in served_families().values() for name in serving.engines}
     engines = (OURS, *sorted(layouts - {"hf", "speculators"}))  # these two are layouts of no engine in particular
     if engine not in engines:
         raise BadInput(f"--engine {engine}: expected one of {', '.join(engines)}")
@@ -82,7 +83,7 @@ def is_served(candidate: Candidate, engine: str, target: str) -> bool:
     """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
     if engine == OURS:
         return True
-    return engine in WRITERS.get(candidate.head.type, {}) and not (is_module(candidate) and layout_of(target) is None)
+    return engine in engines_of(candidate.head.type) and not (is_module(candidate) and layout_of(target) is None)
 
 
 def is_module(candidate: Candidate) -> bool:

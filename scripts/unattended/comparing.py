@@ -12,10 +12,9 @@ from shlex import quote
 import torch
 
 from ...data_pipelines.traffic import Served
-from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval
-from ...eval.measurement.summary import rounded
+from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval, rounded
 from ...heads.base import DraftHead
-from ...heads.folder import read_record, read_tensors, save_head
+from ...heads.folder import config_of, read_record, read_tensors, save_head
 from ...heads.registry import head_class, start_head
 from ...heads.target import Target
 from .held_out import NEW, OLD, Keyed
@@ -45,7 +44,7 @@ def head_between(old: str, trained: str, target: Target, share: float) -> DraftH
         does, or more (`start_head`).
     """
     record, (tensors, ids) = read_record(trained), read_tensors(trained)
-    config = record.config(head_class(record.family).config_class)
+    config = config_of(record, head_class(record.family).config_class)
     head = start_head(config, target, old, draft_token_ids=ids)
     for name, value in head.state_dict().items():
         value.lerp_(tensors[name].to(value), share)

@@ -12,9 +12,8 @@ from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
 from ...eval.report.document import read_report
 from ...eval.report.recommendation import recommend
-from ...heads.export.folder import read_folder
 from ...heads.export.llamacpp import Conversion, serve_lines
-from ...heads.export.write import serve_commands
+from ...heads.export.write import read_folder, serve_commands
 from .answers import LEAST_ANSWERS
 from .candidates import OURS
 from .clock import ANSWERS, EVALUATION, MACHINE, SIZES_SHARE

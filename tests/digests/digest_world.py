@@ -20,7 +20,7 @@ LEFT_OUT = frozenset(  # timed; of machine and version; prose
     "seconds draft_seconds verify_seconds tokens_per_second baseline_tokens_per_second ours_tokens_per_second speedup "
     "speedup_ci95 speedup_p10 speedup_median speedup_p90 end_to_end_speedup ours_over_theirs ours_over_theirs_ci95 "
     "ttft_ms baseline_ttft_ms time_per_output_token_ms baseline_time_per_output_token_ms timing baseline_bandwidth mfu "
-    "step_medians disturbance "
+    "step_medians disturbance baseline_seconds seconds_loading "
     "data_wait peak_bytes environment version headstart_version transformers_version reason idea problem".split()
 )
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from headstart.eval.decoding import generate, verify
 from headstart.eval.measurement.metrics import acceptance, expected_acceptance
 from headstart.heads.base import DraftBatch, DraftHead, chain_starts
 from headstart.heads.drafter import Reading
-from headstart.heads.export.write import WRITERS
+from headstart.heads.export.write import engines_of
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -206,7 +206,7 @@ def test_a_head_of_another_target_is_refused(head_type, target, tiny_target, tmp
 def test_served_names_and_shapes_are_frozen(head_type, target):
     """What engines load, at D 32, V 61, 2 key heads of 4, H 8, FFN 48: a change here breaks every trained head."""
     if head_type not in GOLDEN:
-        assert head_type not in WRITERS, "engines load this family: freeze its names in golden_names.json"
+        assert not engines_of(head_type), "engines load this family: freeze its names in golden_names.json"
         return
     head = fresh(head_type, target, num_depths=2)
     assert {name: list(value.shape) for name, value in head.state_dict().items()} == GOLDEN[head_type]

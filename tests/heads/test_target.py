@@ -10,10 +10,10 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads import loading
-from headstart.heads.fit import load_skeleton
 from headstart.heads.importing.mtp_checkpoint import tensor_locations
 from headstart.heads.loading import TargetConfig, torch_dtype
 from headstart.heads.target import Target
+from headstart.heads.targets.skeleton import load_skeleton
 from safetensors.torch import load_file, save_file
 from transformers import MptConfig, MptForCausalLM
 

@@ -115,7 +115,7 @@ def test_a_text_that_differs_is_exit_code_1(
         behind = (accepted.num_accepted + 1).clamp(max=drafted.depth)
         return replace(accepted, bonus=drafted.chosen().gather(1, behind[:, None]).squeeze(1))
 
-    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(one_too_far, is_lossless=True))
+    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule("exact", one_too_far, is_lossless=True))
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
     code, out, err = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
     assert code == 1

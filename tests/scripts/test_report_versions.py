@@ -12,7 +12,7 @@ from headstart.eval.report.comparison import headline, read_evaluation, standing
 from headstart.eval.report.comparison_page import write_page
 from headstart.eval.report.document import Report, read_report
 from headstart.eval.report.page import render
-from headstart.heads.export.folder import read_folder
+from headstart.heads.export.write import read_folder
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts.compare import show

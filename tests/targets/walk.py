@@ -20,12 +20,12 @@ from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.export.check import check_export
-from headstart.heads.export.write import WRITERS, export_head
-from headstart.heads.fit import load_skeleton
+from headstart.heads.export.write import engines_of, export_head
 from headstart.heads.loading import TargetConfig
 from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from headstart.heads.targets.skeleton import load_skeleton
 from headstart.scripts.heads_command import describe
 from headstart.train import trainer
 from headstart.train.config import load_run
@@ -235,7 +235,7 @@ class Walk:
         named: dict[str, Callable[[], None]] = {step.__name__.replace("_", " "): step for step in steps}
         for family in sorted(HEADS):
             named[f"train {family}"] = partial(self.train, family)
-            if "vllm" in WRITERS.get(family, ()):
+            if "vllm" in engines_of(family):
                 named[f"export {family}"] = partial(self.export, family)
         return named
 

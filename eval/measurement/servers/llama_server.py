@@ -18,7 +18,8 @@ from ....configs.children import answers_in_time, free_port
 from ....configs.errors import BadInput, first_line
 from ....configs.neutral_sampling import LLAMA_SERVER
 from ....heads.export.gguf_file import read_gguf
-from ....heads.export.llamacpp import server_flags
+from ....heads.export.serving import Serving
+from ....heads.families import served_families
 from ...drafters.llamacpp_cache import DYNAMIC, cache_flags
 
 LOOKUP_SUFFIX = Path(DYNAMIC).suffix
@@ -78,17 +79,14 @@ class ServerFiles:
         return self.head is not None and self.head.suffix == LOOKUP_SUFFIX
 
     @property
-    def family(self) -> str:
-        """The head's family, from its GGUF file; for a block drafter dflash or dspark. Raises BadInput."""
+    def served(self) -> tuple[Serving, str]:
+        """What the head's family says of engines, and the method, from its GGUF file. Raises BadInput."""
         assert self.head is not None
         file = read_gguf(self.head)
         if file.problem:
             raise BadInput(f"--head {self.head}: {file.problem}")
-        if file.architecture == "eagle3":
-            return "eagle3"
-        if file.architecture == "dflash":
-            return "dspark" if "markov_w1.weight" in file.shapes else "dflash"
-        return "mtp" if file.own("nextn_predict_layers") else "draft_lm"
+        in_order = sorted(served_families().values(), key=lambda serving: serving.order)
+        return next((serving, method) for serving in in_order if (method := serving.method_of(file)) is not None)
 
     def command(self, *, max_length: int, num_draft_tokens: int = 0) -> list[str]:
         """The command of a server with one slot, without its address. num_draft_tokens: K; 0: without the head."""
@@ -106,9 +104,9 @@ class ServerFiles:
             assert self.head is not None
             if self.looks_up:
                 return [*line, *cache_flags(self.head)]
-            flags = server_flags(self.family, num_draft_tokens, file=str(self.head))
-            line += shlex.split(flags or "")
-            if self.family == "mtp" and self.head != self.target:
+            serving, method = self.served
+            line += shlex.split(serving.server_flags(method, num_draft_tokens, file=str(self.head)) or "")
+            if serving.is_module and self.head != self.target:
                 line += ["-md", str(self.head)]
         return line
 

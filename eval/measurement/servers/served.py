@@ -14,10 +14,11 @@ from ...drafters.llamacpp_cache import MOST_DRAFTED
 from ...suites.prompts import Suite
 from ..config import MeasureConfig
 from ..lossless import compare_texts
+from ..metrics import rounded
 from ..passes import measure_parts
 from ..result import SERVER, Result
 from ..resume import BatchStore, Record, kept_in
-from ..summary import rounded, unmeasured, with_speedup
+from ..summary import unmeasured, with_speedup
 from .llama_server import Answer, LlamaServer, ServerFiles
 
 SWEPT = range(1, 8)  # values of K if none is given
@@ -108,7 +109,7 @@ def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: 
 
 
 def check_settings(config: MeasureConfig) -> None:
-    if config.temperature or config.accept != "exact" or config.stop_strings or config.batch_size != 1:
+    if config.temperature or config.accept.name != "exact" or config.stop_strings or config.batch_size != 1:
         raise BadInput("--engine llama-server: is measured greedily, at batch 1, with no --stop and no other --accept")
 
 

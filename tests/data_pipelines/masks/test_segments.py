@@ -11,7 +11,7 @@ from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.segments import token_table
 from headstart.data_pipelines.sources import Row
 from headstart.data_pipelines.storage.samples import ANSWER, SEGMENTS, Sample
-from headstart.heads.reasoning import CHANNEL, think_markers, think_tokens, trace_finder
+from headstart.heads.chat.reasoning import CHANNEL, think_markers, think_tokens, trace_finder
 
 Tokenizers = Callable[[str], Any]
 TRACE = "<think>\nhm\n</think>\n\nok."

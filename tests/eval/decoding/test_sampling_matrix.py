@@ -101,7 +101,7 @@ def test_a_rule_that_needs_draft_probs_refuses_drafts_without_them(small):
         assert drafted.draft_probs is not None
         return verify.exact(drafted)
 
-    rule = verify.AcceptRule(rejection, is_lossless=True, needs_draft_probs=True)
+    rule = verify.AcceptRule("rejection", rejection, is_lossless=True, needs_draft_probs=True)
     how = {"max_new_tokens": 8, "temperature": 1.0, "accept": rule}
     with pytest.raises(BadInput, match="needs draft probabilities, and the drafter gives none"):
         generate(small, NgramDrafter(), [1, 4, 3], **how)
@@ -111,7 +111,7 @@ def test_a_rule_that_needs_draft_probs_refuses_drafts_without_them(small):
 def test_the_thresholds_of_typical_acceptance_are_arguments(small):
     """At 0 every draft is accepted, at 1 none."""
     for epsilon, expected in ((0.0, 2), (1.0, 0)):
-        rule = verify.AcceptRule(verify.TypicalAcceptance(epsilon=epsilon, delta=100.0))
+        rule = verify.ACCEPT_RULES["typical"].having(epsilon=epsilon, delta=100.0)
         how = {"max_new_tokens": 7, "temperature": 1.0, "num_draft_tokens": 2}
         out = generate(small, untrained("medusa", small), [1, 4, 3], accept=rule, eos_token_ids=[], **how)
         assert {one.num_accepted[0] for one in out.rounds[1:]} == {expected}

@@ -11,6 +11,7 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
+from headstart.eval.decoding.verify import ACCEPT_RULES
 from headstart.eval.measurement import step_times
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
@@ -217,7 +218,7 @@ def test_drafts_of_which_none_pays_are_not_verified(target, tree):
     assert set(offered_of(text)) == {0} and all(len(row) == 4 for row in text.token_ids)
 
 
-@pytest.mark.parametrize("accept", ["exact", "typical"])
+@pytest.mark.parametrize("accept", ACCEPT_RULES)
 @pytest.mark.parametrize("tree", [None, sampled_chain(4)], ids=["best guesses", "draws"])
 def test_the_output_layer_is_read_once_per_verification(target, tree, accept, monkeypatch):
     head = block(target)

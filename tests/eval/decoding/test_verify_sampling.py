@@ -8,7 +8,8 @@ import pytest
 import torch
 from headstart.eval.decoding import verify
 from headstart.eval.decoding.sampling import Sampling, sample, target_probs
-from headstart.eval.decoding.verify import accept_sampled, accept_tree, accept_typical
+from headstart.eval.decoding.verify import ACCEPT_RULES, AcceptRule, Candidates, accept_sampled, accept_tree
+from headstart.eval.decoding.widths import Widths
 
 V, NUM_TABLES, NUM_ROWS = 5, 4, 200_000
 FEW = 50_000  # rows enough to see a fault
@@ -67,7 +68,7 @@ class Setting:
         """The rows [B, S + 1, V] of the tables at the root and behind each node."""
         return tables[self.table[:, None], self.before, self.last]
 
-    def accept(self, rule: str, **how):
+    def accept(self, rule: str):
         """deterministic: children of the draft's order, the target's choice followed. sampled: recursive rejection."""
         self.grow(sampled=rule == "sampled")
         tree = (self.drafted, self.parents)
@@ -75,10 +76,28 @@ class Setting:
             chosen = sample(self.at_nodes(self.target), self.source)  # as `choose` does
             return accept_tree(chosen, *tree, depth=DEPTH)
         probs = self.at_nodes(self.target)
-        if rule == "typical":
-            return accept_typical(probs, *tree, depth=DEPTH, **how)
         draft_probs = torch.zeros_like(probs) if rule == "struck out" else self.draft_probs
         return accept_sampled(probs, draft_probs, *tree, depth=DEPTH, generator=self.source)
+
+    def accept_by(self, rule: AcceptRule, *, sampled: bool, offered: torch.Tensor | None = None):
+        """By a rule of the table: of best guesses, or of sampled children; of a chain perhaps only `offered` ones.
+
+        The rule processes the target's logits for these; for all, which are many, it gets processed ones."""
+        self.grow(sampled=sampled)
+        logits, how = (self.target.log(), RAW) if offered is None else (self.logits, self.how)
+        drafted = Candidates(
+            tokens=self.drafted,
+            parents=self.parents,
+            depth=DEPTH,
+            is_chain=bool((self.parents == torch.arange(-1, self.parents.shape[1] - 1)).all()),
+            read_logits=lambda: self.at_nodes(logits),
+            read_best=None,
+            draft_probs=self.draft_probs if sampled else None,
+            sampling=how,
+            generator=self.source,
+            offered=offered,
+        )
+        return Widths(DEPTH, 0.1, "eager").accepted(rule, drafted)
 
     def text(self, result):
         """The first four tokens [B, 4]: accepted, bonus, then plain samples of the target."""
@@ -118,18 +137,39 @@ def accepted(tree, rule, *, draft) -> float:
 # Lossless
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how.temperature} top_p={how.top_p} top_k={how.top_k}")
-def test_deterministic_children_are_lossless(tree, how):
-    setting = Setting(tree, how=how)
-    assert setting.chi_square(setting.accept("deterministic")) < 1.3
+LOSSLESS = [rule for rule in ACCEPT_RULES.values() if rule.is_lossless]
+WAYS = {  # whether children are sampled, how the target is, and how like it the draft is
+    "guessed, sharp": (False, HOWS[0], "close"),
+    "guessed, top-k": (False, HOWS[1], "close"),
+    "sampled, raw": (True, RAW, "sharp"),
+    "sampled, sharp": (True, HOWS[0], "close"),
+}
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("how, draft", [(RAW, "sharp"), (HOWS[0], "close")], ids=["raw-sharp", "processed-close"])
-def test_sampled_children_are_lossless(tree, how, draft):
-    setting = Setting(tree, how=how, draft=draft)
-    assert setting.chi_square(setting.accept("sampled")) < 1.3
+@pytest.mark.parametrize(("sampled", "how", "draft"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("rule", LOSSLESS, ids=lambda rule: rule.name)
+def test_a_rule_that_is_called_lossless_is(rule, sampled, how, draft, tree):
+    if sampled or not rule.needs_draft_probs:
+        setting = Setting(tree, how=how, draft=draft)
+        assert setting.chi_square(setting.accept_by(rule, sampled=sampled)) < 1.3
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rule", LOSSLESS, ids=lambda rule: rule.name)
+def test_it_is_where_only_some_drafts_of_a_chain_are_verified(rule, sampled):
+    if sampled or not rule.needs_draft_probs:
+        setting = Setting("chain of 3", how=HOWS[0], num_rows=FEW)
+        offered = setting.rows // NUM_TABLES % (DEPTH + 1)
+        result = setting.accept_by(rule, sampled=sampled, offered=offered)
+        assert (result.num_accepted <= offered).all() and setting.chi_square(result) < 1.3
+
+
+@pytest.mark.parametrize("rule", [rule for rule in ACCEPT_RULES.values() if not rule.is_lossless], ids=lambda r: r.name)
+def test_a_rule_that_is_not_called_lossless_is_not(rule):
+    settings = [Setting(tree, how=RAW, num_rows=FEW) for tree in ("chain of 3", "3 children", "ragged")]
+    results = [setting.accept_by(rule, sampled=rule.needs_draft_probs) for setting in settings]
+    assert max(setting.chi_square(result) for setting, result in zip(settings, results, strict=True)) > 3
 
 
 def test_striking_out_is_the_same_law_as_following_one_sample():
@@ -189,9 +229,3 @@ def test_a_bonus_token_without_logits_processing_is_caught(tree, rule):
     raw = setting.at_nodes(setting.logits)[setting.rows, node + 1].softmax(-1)
     result.bonus = torch.where(leaf, sample(raw, setting.source), result.bonus)
     assert setting.chi_square(result) > 3
-
-
-@pytest.mark.parametrize("tree", ["chain of 3", "3 children", "ragged"])
-def test_typical_acceptance_is_not_lossless(tree):
-    setting = Setting(tree, how=RAW, num_rows=FEW)
-    assert setting.chi_square(setting.accept("typical")) > 3

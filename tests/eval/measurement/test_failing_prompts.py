@@ -69,7 +69,7 @@ def test_what_is_no_fault_of_a_prompt_ends_the_measurement(error, target):
 
 
 def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
-    from headstart.eval.measurement import measure as module
+    from headstart.eval.measurement import summary as module
     from headstart.eval.measurement.lossless import Divergence, LosslessReport
 
     def compared(*_, numbers, seen):

@@ -123,7 +123,7 @@ def takes_anything(drafted):
 @pytest.mark.parametrize("rule", [second_best, takes_anything])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_lossy_rule_is_caught(rule, batch_size, dtype, target_in, monkeypatch):
-    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule(rule, is_lossless=True))
+    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule("exact", rule, is_lossless=True))
     report = checked(target_in(dtype), batch_size=batch_size, prompts=PROMPTS[:5], drafter=NgramDrafter())
     assert report.unexplained == report.checked, report
 

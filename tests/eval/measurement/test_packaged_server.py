@@ -10,10 +10,11 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.measurement.servers.llama_server import LlamaServer, ServerFiles
 from headstart.eval.measurement.servers.wheel import FIELDS, parameters
-from headstart.heads.export.llamacpp import SPEC_TYPES
+from headstart.heads.families import served_families
 from headstart.scripts.eval_run import parse_yardstick
 
-KINDS = {kind: f"COMMON_SPECULATIVE_TYPE_{kind.upper().replace('-', '_')}" for kind in (*SPEC_TYPES.values(), "none")}
+SPEC_TYPES = sorted({kind for serving in served_families().values() for kind in serving.spec_types.values()})
+KINDS = {kind: f"COMMON_SPECULATIVE_TYPE_{kind.upper().replace('-', '_')}" for kind in (*SPEC_TYPES, "none")}
 PACKAGE = f"""
 import enum
 from types import SimpleNamespace as Fields
@@ -44,7 +45,7 @@ def package(tmp_path, monkeypatch):
     del sys.modules["xllamacpp"]
 
 
-@pytest.mark.parametrize("kind", sorted(set(SPEC_TYPES.values())))
+@pytest.mark.parametrize("kind", SPEC_TYPES)
 def test_the_package_is_told_what_the_binary_is_told(package, kind):
     line = f"-m t.gguf -c 99 -np 1 -t 2 -md h.gguf --spec-type {kind} --spec-draft-n-max 4 --spec-draft-p-min 0"
     told = parameters(package, [*line.split(), "--host", "127.0.0.1", "--port", "7"])

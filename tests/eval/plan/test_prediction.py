@@ -170,7 +170,8 @@ def test_errors_are_relative_to_what_was_measured():
     assert errors(cells[3:]) == CheckSummary(0, None, None)
 
 
-def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain():
+def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain(target):
+    eagle3, medusa = (build_head(HEADS[name].config_class(type=name), target) for name in ("eagle3", "medusa"))
     tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
     settings = [accepted(2, 2), tree]
     for free, wanted in (
@@ -178,13 +179,13 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
         (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
     ):
         cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
-        flags = for_sglang(cells, "eagle3")
+        flags = for_sglang(cells, eagle3)
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
-    assert for_sglang(cells, "medusa") is None and for_llamacpp(cells, "medusa") is None
+    assert for_sglang(cells, medusa) is None and for_llamacpp(cells, medusa) is None
     llama = "-md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max 2 --spec-draft-p-min 0"
-    assert for_llamacpp(cells, "eagle3") == llama, "chains alone"
+    assert for_llamacpp(cells, eagle3) == llama, "chains alone"
     useless = predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    assert for_sglang(useless, "eagle3") is None and for_llamacpp(useless, "eagle3") is None
+    assert for_sglang(useless, eagle3) is None and for_llamacpp(useless, eagle3) is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
 def test_flags_are_those_of_the_way_the_head_drafts_in(family, options, sglang, llamacpp, target):
     head = build_head(HEADS[family].config_class(**options), target)
     cells = predict([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    for told, wanted in ((for_sglang(cells, head.method), sglang), (for_llamacpp(cells, head.method), llamacpp)):
+    for told, wanted in ((for_sglang(cells, head), sglang), (for_llamacpp(cells, head), llamacpp)):
         assert told is None if wanted is None else wanted in (told or "")
 
 

@@ -10,13 +10,19 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.export.check import check_export, check_folder
-from headstart.heads.export.write import ENGINES, WRITERS, export_head, notes, serve_commands
+from headstart.heads.export.write import ENGINES, engines_of, export_head, notes, serve_commands
+from headstart.heads.families import served_families
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, head_class, save_head
 from headstart.heads.target import Target
 from safetensors.torch import load_file
 
-CASES = [(family, to) for family, writers in WRITERS.items() for to in writers if family != "mtp" and to != "llama.cpp"]
+CASES = [  # but for modules, which go into a copy of a target that has such
+    (family, to)
+    for family, serving in served_families().items()
+    for to in serving.engines
+    if not serving.is_module and to != "llama.cpp"
+]
 OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}
 KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()
 
@@ -292,6 +298,10 @@ def test_the_bare_table_serves_where_the_model_scales_behind_it(engine, family, 
     assert "embed_tokens.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_every_family_is_exported_or_known_not_to_be():
-    assert set(WRITERS) == set(HEADS) - {"hydra"}
+def test_every_family_is_exported_or_known_not_to_be(on_disk):
+    """A family without serving is refused with that reason; what another says of engines is in their words."""
+    orders = [serving.order for serving in served_families().values()]
+    assert len(set(orders)) == len(orders), "which family a folder is of does not depend on the table's order"
+    for family in HEADS:
+        assert set(engines_of(family)) <= set(ENGINES)
     assert EagleConfig().bias is False

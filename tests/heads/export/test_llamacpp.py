@@ -14,9 +14,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.heads.export.check import check_export
-from headstart.heads.export.folder import read_folder
 from headstart.heads.export.llamacpp import Conversion, serve_lines
-from headstart.heads.export.write import export_head
+from headstart.heads.export.write import export_head, read_folder
 from headstart.heads.registry import build_head, head_class, save_head
 from headstart.heads.target import Target
 from headstart.scripts.export_command import check, export
@@ -115,7 +114,7 @@ def test_a_block_drafter_is_converted_with_its_target_and_served_as_what_it_is(t
     export(run, out, to="llama.cpp", llama_cpp=checkout())
     said = capsys.readouterr()
     assert said.err == "" and f"-md {out}/head.gguf --spec-type draft-dspark --spec-draft-n-max 3" in said.out
-    assert ServerFiles(Path(sys.executable), out / "head.gguf", out / "head.gguf").family == "dspark"
+    assert ServerFiles(Path(sys.executable), out / "head.gguf", out / "head.gguf").served[1] == "dspark"
     convert, _ = serve_lines(read_folder(run), "told", Conversion())
     assert "--target-model-dir" in convert, "tokenizer and tables are the target's"
 
@@ -188,7 +187,7 @@ def test_a_target_that_is_no_local_folder_is_refused_before_anything_is_written(
     at.write_text(at.read_text().replace(str(json.loads(at.read_text())["headstart"]["target"]["name"]), "OWNER/MODEL"))
     config = {"model_type": "llama", "dtype": "float32"}
     monkeypatch.setattr(
-        "headstart.heads.export.folder.read_model_config",
+        "headstart.heads.export.write.read_model_config",
         lambda named: SimpleNamespace(
             dtype=torch.float32, get_text_config=lambda: SimpleNamespace(to_dict=config.copy)
         ),

@@ -10,7 +10,8 @@ from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter, parse_drafter
 from headstart.heads.drafter import Reading
 from headstart.heads.eagle import EagleConfig
-from headstart.heads.export.write import WRITERS, export_head
+from headstart.heads.export.write import export_head
+from headstart.heads.families import served_families
 from headstart.heads.importing.importers import import_head
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.mtp import MtpConfig
@@ -241,7 +242,8 @@ def test_a_plain_model_is_a_draft_model(saved_target, target):
 
 
 # modules for llama.cpp need a target of whose modules it has a graph; these are stitched like all others
-ALL_CASES = [(f, to) for f, writers in WRITERS.items() for to in writers if (f, to) != ("mtp", "llama.cpp")]
+LOADED = [(family, to) for family, serving in served_families().items() for to in serving.engines]
+ALL_CASES = [case for case in LOADED if case != ("mtp", "llama.cpp")]
 CASES = [(family, to) for family, to in ALL_CASES if family != "mtp"]
 MORE = [("eagle3", "vllm", {"num_layers": 2, "fc_norm": True, "norm_output": True, "draft_vocab_size": None})]
 MORE += [("eagle3", to, {"sliding_window": 3}) for to in ("vllm", "speculators")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.typed import TypedKeys, described, fits
-from headstart.heads.export.write import WRITERS, export_head
+from headstart.heads.export.write import engines_of, export_head
 from headstart.heads.importing.importers import import_head
 from headstart.heads.registry import build_head, head_class, load_head, save_head
 from headstart.heads.target import Target
@@ -66,7 +66,7 @@ def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize(("family", "to"), LAYOUTS)
 @pytest.mark.fast_only(family=["eagle3", "mtp"])
 def test_no_value_of_another_type_is_more_than_a_line(exported, family, to):
-    assert to in WRITERS[family]
+    assert to in engines_of(family)
     target, folder, config = exported(family, to)
     path, num_refused = folder / "config.json", 0
     path.write_text(json.dumps(config))

@@ -6,10 +6,10 @@ import pytest
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.stopping import Stop
 from headstart.heads.export.folder import write_ends
-from headstart.heads.fit import load_skeleton
 from headstart.heads.loading import TargetConfig
 from headstart.heads.target import Target
 from headstart.heads.targets.end_tokens import closing_run, contradiction, said_ends
+from headstart.heads.targets.skeleton import load_skeleton
 from headstart.scripts.data.engine_answers import EngineAnswers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -11,10 +11,10 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.heads import loading
-from headstart.heads.fit import load_skeleton
 from headstart.heads.loading import TargetConfig
 from headstart.heads.target import Target
 from headstart.heads.targets.dtype import default_dtype
+from headstart.heads.targets.skeleton import load_skeleton
 from headstart.train.config import load_run
 from headstart.train.trainer import train
 from safetensors.torch import load_file, save_file

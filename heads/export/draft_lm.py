@@ -1,0 +1,95 @@
+"""Draft models: a plain folder with the target's tokenizer, which any engine loads."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ...configs.errors import BadInput, first_line
+from ..importing.mtp_checkpoint import views_on_disk
+from ..loading import quiet_loading
+from .contracts import Contract, trained_config
+from .folder import write_config, write_ends, write_tensors
+from .gguf_file import GgufFile
+from .llamacpp import parallel_refusals, target_folder
+from .mtp import COUNT_KEYS
+from .serving import HeadFolder, Serving
+from .tensor_files import TensorFiles
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
+CHAT_FILES = ("chat_template*", "generation_config.json")
+
+
+def write_model(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
+    source = target_folder(head)
+    if head.own.get("parallel") and to == "sglang":
+        raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
+    no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # a draft model has none of the target's MTP
+    write_config(folder, {**head.config, **no_modules, **head.provenance})
+    write_tensors(folder, head.tensors)
+    for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+    write_ends(folder)
+
+
+def contract_of(folder: Path, config: Mapping[str, Any], stored: TensorFiles) -> Contract:
+    """All tensors of transformers' model for the config, and a tokenizer."""
+    contract = Contract("draft model")
+    if "auto_map" in config:
+        contract.problems.append("auto_map: asks engines to run code of the folder")
+        return contract
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    contract.report(not has_tokenizer, "tokenizer.json: missing; engines compare it with the target's")
+    try:
+        with quiet_loading(), torch.device("meta"):
+            made = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(made)
+    except Exception as error:  # whatever a config class raises
+        contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
+        return contract
+    token, size, key = config.get("pard_token"), made.get_text_config().vocab_size, "pard_token"
+    is_parallel = trained_config(config).get("parallel")
+    contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
+    outside = token is not None and (type(token) is not int or not 0 <= token < size)
+    contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
+    found, own = config.get("architectures"), [type(model).__name__]
+    contract.report(found != own, f"architectures: found {found}, expected {own}")
+    tied = (
+        set(getattr(model, "all_tied_weights_keys", {}))
+        if getattr(made.get_text_config(), "tie_word_embeddings", False)
+        else set()
+    )
+    state = model.state_dict()
+    contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
+    contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}
+    return contract
+
+
+class DraftLMServing(Serving):
+    engines = ("vllm", "sglang", "hf", "llama.cpp")
+    order = 6  # any causal language model
+    is_whole_model = True
+    vllm_methods = {"draft_lm": "draft_model"}
+    sglang_algorithms = {"draft_lm": "STANDALONE"}
+    spec_types = {"draft_lm": "draft-simple"}
+
+    def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
+        return "forcausallm" in str(config.get("architectures")).lower()
+
+    def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
+        return contract_of(folder, config, stored)
+
+    def method_of(self, file: GgufFile) -> str | None:
+        return "draft_lm"
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_model(head, folder, to=to)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return parallel_refusals(config, names)

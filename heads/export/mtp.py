@@ -1,0 +1,253 @@
+"""MTP modules written into a copy of their target's checkpoint, replacing its own modules or added to its layers."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...configs.errors import BadInput
+from ..importing.mtp_checkpoint import (
+    LAYOUTS,
+    count_key,
+    mtp_layout,
+    stitch,
+    tensor_locations,
+    unlike_ours,
+    views_on_disk,
+)
+from ..targets.row_rotary import TWO_SETS
+from .contracts import Contract, sizes_of
+from .folder import EMBEDDINGS, whole_vocabulary_note, write_config, write_ends
+from .gguf_file import GgufFile
+from .serving import HeadFolder, Serving, sglang_command, vllm_command
+from .tensor_files import TensorFiles
+
+# kinds of target (model_type) that engines load modules of a layout with
+SERVED = {
+    "deepseek_v3": ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
+    "mimo": ("mimo", "qwen2"),
+    "qwen3_next": ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+}
+BESIDE = "model-mtp.safetensors"
+CARD_FILES = ("README.md", ".git*", ".cache")
+PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+# kinds of target whose MTP modules llama.cpp has a graph for
+WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
+
+
+def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
+    """Write the whole target with the head's modules; its other tensors stay byte for byte the same.
+
+    Raises: BadInput if the target is not a local folder, or no engine loads modules of this layout with it.
+    """
+    if not Path(head.target).is_dir():
+        why = "no local folder; name one with --target: the modules go into a copy of it"
+        raise BadInput(f"target {head.target}: {why}")
+    tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
+    where = tensor_locations(head.target)
+    if all(name in where for name in views_on_disk(tensors, where)):
+        stitch(tensors, head.target, folder)
+    else:
+        write_beside(head, folder, tensors, where)
+    for name in CARD_FILES:  # the target's model card does not describe the new checkpoint
+        for path in folder.glob(name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    inner = config.get("text_config", config)
+    inner[count_key(config["model_type"])] = num_modules(head)
+    if head.own["layout"] == "mimo":
+        config["architectures"] = ["MiMoForCausalLM"]
+    write_config(folder, config)
+    write_ends(folder)
+
+
+def module_layout(folder: str | Path, kind: str) -> str | None:
+    """The layout in which engines load MTP modules with a target: that of its own modules, or the one of its kind
+    (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
+    own = None if not Path(folder).is_dir() else mtp_layout(tensor_locations(folder))
+    return own or next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
+
+
+def num_modules(head: HeadFolder) -> int:
+    """How many modules an MTP head has."""
+    return head.own["num_depths"] if head.own["independent"] else 1
+
+
+def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
+    """Copy a target that has no MTP modules, and add a file with the head's. Raises BadInput as `write_stitched`."""
+    own = head.own["layout"]
+    kind = str((head.target_config or {}).get("model_type"))
+    if kind not in SERVED[own]:
+        other = module_layout(head.target, kind)
+        instead = f"with head.layout={other}" if other else "eagle3"
+        raise BadInput(
+            f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "
+            f"{', '.join(SERVED[own])}; train {instead} for this one"
+        )
+    new = {name: value.contiguous().clone() for name, value in views_on_disk(tensors, {}).items()}
+    if own == "deepseek_v3":  # modules of this layout repeat the target's embedding and output layer
+        embedding = next(name for name in EMBEDDINGS if name in where)
+        if embedding.startswith("language_model."):
+            why = f"its embedding is {embedding}: no engine is known to load MTP modules beside such a text model"
+            raise BadInput(f"target {head.target}: {why}")
+        output = "lm_head.weight" if "lm_head.weight" in where else embedding
+        first = int((head.target_config or {})["num_hidden_layers"])
+        for i in range(first, first + num_modules(head)):
+            for name, source in (("embed_tokens", embedding), ("shared_head.head", output)):
+                with safe_open(where[source], framework="pt") as opened:
+                    new[f"model.layers.{i}.{name}.weight"] = opened.get_tensor(source)
+    shutil.copytree(head.target, folder, dirs_exist_ok=True)
+    save_file(new, folder / BESIDE, metadata={"format": "pt"})
+    files = {name: path.name for name, path in where.items()} | dict.fromkeys(new, BESIDE)
+    size = sum((folder / name).stat().st_size for name in set(files.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model: of a model of several parts its text part."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
+def contract_of(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
+    """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
+    inner = text_part(config)
+    name = mtp_layout(stored.shapes) or "deepseek_v3"
+    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module, config))
+    if why := unlike_ours(stored.shapes):
+        contract.problems.append(f"not checked: {why}")
+        return contract
+    key = count_key(str(config.get("model_type")))
+    contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
+    sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
+    if sizes is None or contract.problems:
+        return contract
+    hidden, num_layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+    last = last_attending(stored, num_layers)
+    for i in range(num_layers):
+        is_there = any(f".layers.{i}." in key for key in stored.shapes)
+        contract.report(
+            not is_there, f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
+        )
+    if not last:
+        return contract
+    for k in range(inner[key]):
+        place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
+        contract.shapes |= {f"{place[part]}.weight": (hidden,) for part in ("enorm", "hnorm", "norm")}
+        contract.shapes[f"{place['eh_proj']}.weight"] = (hidden, 2 * hidden)
+        block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
+        contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
+        if name == "deepseek_v3":
+            for table in ("embed_tokens", "shared_head.head"):
+                contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
+    is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    has_output = any(key.endswith("lm_head.weight") for key in stored.shapes)
+    contract.report(not is_tied and not has_output, "lm_head.weight: missing in the target")
+    return contract
+
+
+def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Names within the layer, and shapes, of the tensors of the target's last layer with full attention."""
+    for i in reversed(range(num_layers)):
+        found = {
+            key.split(f".layers.{i}.", 1)[1]: shape
+            for key, shape in stored.shapes.items()
+            if f".layers.{i}." in key and not key.startswith("mtp.")
+        }
+        if any(key.startswith("self_attn.") for key in found):
+            return joined_experts(found)
+    return {}
+
+
+def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """A layer's shapes with all experts in one tensor, as transformers keeps them, however the checkpoint does."""
+    joined: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if found is None:
+            joined[name] = shape
+            continue
+        stem, number, kind = found.groups()
+        if kind != "up":  # as large as its gate
+            whole = f"{stem}.{'down' if kind == 'down' else 'gate_up'}_proj"
+            num_experts = max(joined.get(whole, (0,))[0], int(number) + 1)
+            joined[whole] = (num_experts, shape[0] if kind == "down" else 2 * shape[0], *shape[1:])
+    return joined
+
+
+def is_module(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to an MTP module."""
+    num_layers = text_part(config).get("num_hidden_layers", 0)
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    behind = found is not None and not name.startswith("mtp.") and int(found.group(1)) >= num_layers
+    return behind or name.startswith("mtp.") or ".mtp_layers." in name
+
+
+def refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What llama.cpp's graphs of MTP modules do not support: several modules in Qwen's layout, which has one `fc`."""
+    count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
+    is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    return [f"num_nextn_predict_layers: {count}, it reads one module of this layout"] if is_shared and count > 1 else []
+
+
+class MtpServing(Serving):
+    engines = ("vllm", "sglang", "hf", "llama.cpp")
+    order = 5
+    is_module = is_whole_model = True
+    key_types = dict.fromkeys(COUNT_KEYS, int)
+    sglang_algorithms = {"mtp": "NEXTN"}
+    spec_types = {"mtp": "draft-mtp"}
+
+    def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
+        has_modules = mtp_layout(stored.shapes) or unlike_ours(stored.shapes)
+        return bool(has_modules) or any(text_part(config).get(key) for key in COUNT_KEYS)
+
+    def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
+        return contract_of(config, stored)
+
+    def notes(self, head: HeadFolder) -> list[str]:
+        lines = whole_vocabulary_note(head, "MTP modules")
+        if head.own["feedback"] == "pre_norm":
+            lines.append(
+                "engines feed the next depth from behind the norm: drafts behind the first differ from training"
+            )
+        rope = (head.target_config or {}).get("rope_parameters") or {}
+        if rope.get("rope_type") == TWO_SETS:
+            num = rope["original_max_position_embeddings"]
+            why = "engines rotate by the frequencies of long texts, which the modules are not trained on"
+            lines.append(f"{why}, if they serve a context of more than {num} tokens")
+        return lines
+
+    def commands(self, head: HeadFolder, output: str, *, to: str, target: str) -> dict[str, str]:
+        num = num_modules(head)
+        flags = self.sglang_flags(head.family, num, folder="")
+        return {
+            "vllm": vllm_command(output, {"method": "mtp", "num_speculative_tokens": num}),
+            "sglang": sglang_command(output, flags or ""),
+        }
+
+    def method_of(self, file: GgufFile) -> str | None:
+        return "mtp" if file.own("nextn_predict_layers") else None
+
+    def refused_target(self, kind: str) -> str | None:
+        known = f"it has no graph for MTP modules of a {kind} target, only of {', '.join(WITH_MODULES)}"
+        return None if kind in WITH_MODULES else known
+
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        write_stitched(head, folder, to=to)
+
+    def num_drafted(self, head: HeadFolder) -> int:
+        return num_modules(head)
+
+    def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+        return refusals(config, names)

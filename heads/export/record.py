@@ -1,0 +1,72 @@
+"""What a head's config.json keeps of the head, in its own folder and in every export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...configs.errors import BadInput, first_line
+from ...configs.jsonl import loads
+from ..target import Target
+
+PROVENANCE = "headstart_export"  # the key under which an exported config.json keeps the record
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """The `headstart` part of a head's config.json, which every export copies."""
+
+    head: dict[str, Any]  # its `HeadConfig.as_dict`; of imported heads only `type`
+    target_name: str  # folder or hub id of the target that it was trained on; empty: not known
+    fingerprint: str | None  # of that target's weights (`stored.fingerprint_of_stored`); None: not known
+    training: dict[str, Any] | None = None  # how it was trained, see docs/run_folder.md
+    version: str = __version__
+
+    @property
+    def family(self) -> str:
+        return self.head["type"]
+
+    @property
+    def head_fingerprint(self) -> str | None:
+        """`fingerprint_of_tensors` of the head's own weights, kept by every export and report; None: not recorded."""
+        return (self.training or {}).get("fingerprint")
+
+    @classmethod
+    def from_json(cls, raw: Any) -> "HeadRecord":
+        """Parse the `headstart` part of a config.json. Raises BadInput if it is damaged."""
+        try:
+            target, head, training = raw["target"], dict(raw["head"]), raw.get("training")
+            record = cls(head, target["name"], target["fingerprint"], training, raw.get("version", ""))
+            texts = record.family, record.target_name, record.fingerprint or "", record.version
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadInput(f"config.json: headstart: damaged: {type(error).__name__}: {first_line(error)}") from error
+        if not all(isinstance(text, str) for text in texts) or not isinstance(training, dict | None):
+            raise BadInput("config.json: headstart: damaged: names are texts, and training is an object")
+        return record
+
+    def to_json(self) -> dict[str, Any]:
+        target = {"name": self.target_name, "fingerprint": self.fingerprint}
+        known = {"version": self.version, "head": self.head, "target": target}
+        return known if self.training is None else {**known, "training": self.training}
+
+    def check_target(self, folder: str | Path, target: Target) -> None:
+        """Raises BadInput if the head was trained on another target."""
+        if self.fingerprint is not None and self.fingerprint != target.fingerprint:
+            raise BadInput(
+                f"head {folder}: trained on target {self.target_name} (fingerprint {self.fingerprint[:12]}), "
+                f"not on {target.name} ({target.fingerprint[:12]})"
+            )
+
+
+def read_head_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a head folder that we wrote. Raises BadInput if it is missing, damaged or not ours."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
+    try:
+        config = loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict) or "headstart" not in config:
+        raise BadInput(f"{path}: no `headstart` key: not a head trained by Headstart")
+    return config
