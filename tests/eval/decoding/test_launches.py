@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.benchmarks.engine_cells import SIZES
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.engine import DecodeState, Engine
 from headstart.eval.decoding.verify import accept_sampled
@@ -20,7 +21,6 @@ from headstart.heads.nn.split_attention import reads_in_parts
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
-from headstart.scripts.benchmarks.engine_cells import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from headstart.benchmarks.gpu.decoding import SIZES, Cell, Workbench, changed, setting_of, single_cells
+from headstart.benchmarks.gpu.table import lines_of
 from headstart.eval.decoding import generate
 from headstart.heads.registry import head_record
-from headstart.scripts.benchmarks.gpu.decoding import SIZES, Cell, Workbench, changed, setting_of, single_cells
-from headstart.scripts.benchmarks.gpu.table import lines_of
 from headstart.scripts.cli import app
 from headstart.scripts.unattended.clock import parse_budget
 from typer.main import get_command
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # packages that a bare machine lacks: neither found nor imported
 HIDING = """
 from importlib.machinery import PathFinder
@@ -34,7 +34,7 @@ case "$*" in *pydantic* | *engine_bench*) exit 3 ;; esac
 def bash(script, *words, **environment):
     usual = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **usual, **environment}
-    command = ["bash", ROOT / "scripts/benchmarks/gpu" / script, *words]
+    command = ["bash", ROOT / "benchmarks/gpu" / script, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
 
 

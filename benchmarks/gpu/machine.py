@@ -1,6 +1,6 @@
 """What a GPU machine is: versions, what is missing, rates of copying and of matrix products, and whether it compiles.
 
-python -m headstart.scripts.benchmarks.gpu.machine --output machine.json
+python -m headstart.benchmarks.gpu.machine --output machine.json
 """
 
 import argparse
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from ....eval.measurement.bandwidth import copy_bandwidth
-from ....eval.measurement.environment import device_name
-from ....heads.loading import default_device
-from ....heads.nn.joined_decoder import compiled_ahead
-from ....train.speed import matmul_rate
+from ...eval.measurement.bandwidth import copy_bandwidth
+from ...eval.measurement.environment import device_name
+from ...heads.loading import default_device
+from ...heads.nn.joined_decoder import compiled_ahead
+from ...train.speed import matmul_rate
 from ..store import Cell, CellStore, Figures
 
 PACKAGES = "transformers accelerate triton safetensors pydantic gguf peft datasets wandb deepspeed openai".split()

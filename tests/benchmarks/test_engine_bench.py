@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.eval.decoding import generate
-from headstart.eval.measurement import step_times
-from headstart.scripts.benchmarks import engine_bench, store
-from headstart.scripts.benchmarks.engine_bench import BARS, over_captured_graphs, predictions, verify_costs
-from headstart.scripts.benchmarks.engine_cells import (
+from headstart.benchmarks import engine_bench, store
+from headstart.benchmarks.engine_bench import BARS, over_captured_graphs, predictions, verify_costs
+from headstart.benchmarks.engine_cells import (
     MAIN,
     OTHERS,
     SIZES,
@@ -22,7 +20,9 @@ from headstart.scripts.benchmarks.engine_cells import (
     random_target,
     single_cells,
 )
-from headstart.scripts.benchmarks.store import judge
+from headstart.benchmarks.store import judge
+from headstart.eval.decoding import generate
+from headstart.eval.measurement import step_times
 
 CPU = torch.device("cpu")
 GOOD = {

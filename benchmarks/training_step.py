@@ -23,17 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ...heads import base
-from ...heads.base import DraftBatch, DraftHead
-from ...heads.loss import chunked
-from ...heads.loss.chains import ChainStarts, chain_starts
-from ...heads.loss.chunked import Plan
-from ...heads.nn import chain_attention, kept, sight
-from ...heads.nn.fusing import fused
-from ...heads.nn.target_output import TargetOutput
-from ...heads.registry import head_class
-from ...heads.target import Target
-from ...train.speed import Operations, matmul_rate, synchronize
+from ..heads import base
+from ..heads.base import DraftBatch, DraftHead
+from ..heads.loss import chunked
+from ..heads.loss.chains import ChainStarts, chain_starts
+from ..heads.loss.chunked import Plan
+from ..heads.nn import chain_attention, kept, sight
+from ..heads.nn.fusing import fused
+from ..heads.nn.target_output import TargetOutput
+from ..heads.registry import head_class
+from ..heads.target import Target
+from ..train.speed import Operations, matmul_rate, synchronize
 from .store import Figures
 
 KEPT_ELSEWHERE = 80 * 10**9 // kept.SHARE  # of a GPU of 80 GB

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ...eval.decoding.draft_setting import DraftSetting, chains
-from ...eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
-from ...eval.measurement.bandwidth import bytes_per_step
-from ...eval.measurement.config import MeasureConfig
-from ...eval.measurement.measure import measure
-from ...eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
-from ...eval.suites.prompts import Suite
-from ...heads.base import DraftHead
-from ...heads.drafter import Drafter
-from ...heads.loading import release_memory
-from ...heads.registry import HEADS, build_head
-from ...heads.target import Target
+from ..eval.decoding.draft_setting import DraftSetting, chains
+from ..eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
+from ..eval.measurement.bandwidth import bytes_per_step
+from ..eval.measurement.config import MeasureConfig
+from ..eval.measurement.measure import measure
+from ..eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
+from ..eval.suites.prompts import Suite
+from ..heads.base import DraftHead
+from ..heads.drafter import Drafter
+from ..heads.loading import release_memory
+from ..heads.registry import HEADS, build_head
+from ..heads.target import Target
 from . import store
 
 NUM_DRAFT = 5

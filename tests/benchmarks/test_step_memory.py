@@ -4,15 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from headstart.benchmarks.training_step import LiveBytes, Shape, build_step, estimated_peak, peak_bytes, run_step
 from headstart.heads.nn import kept
-from headstart.scripts.benchmarks.training_step import (
-    LiveBytes,
-    Shape,
-    build_step,
-    estimated_peak,
-    peak_bytes,
-    run_step,
-)
 
 TOY = Shape(
     head="eagle3",

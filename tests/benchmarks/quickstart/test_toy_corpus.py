@@ -4,8 +4,8 @@ import ast
 import re
 
 import pytest
-from headstart.scripts.quickstart import toy_corpus
-from headstart.scripts.quickstart.toy_corpus import (
+from headstart.benchmarks.quickstart import toy_corpus
+from headstart.benchmarks.quickstart.toy_corpus import (
     FAMILIES,
     contrast_prompts,
     is_right,

@@ -1,7 +1,7 @@
 """`make bench-heads`: every family of heads at the same budget on one target, trained, measured, in one table.
 
-    python -m headstart.scripts.benchmarks.bench_heads [--target PATH --train ROWS.jsonl --prompts PROMPTS.jsonl]
-    python -m headstart.scripts.benchmarks.bench_heads --table  (only writes the tables of docs/results/heads.md anew)
+    python -m headstart.benchmarks.bench_heads [--target PATH --train ROWS.jsonl --prompts PROMPTS.jsonl]
+    python -m headstart.benchmarks.bench_heads --table  (only writes the tables of docs/results/heads.md anew)
 
 Entries of docs/results/heads.json that were measured with the same settings are not measured again.
 """
@@ -19,21 +19,21 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ...configs.errors import BadInput
-from ...configs.jsonl import read_appended
-from ...configs.loader import build, read_config
-from ...data_pipelines.config import DataConfig
-from ...eval.decoding.draft_setting import chain
-from ...eval.measurement.config import MeasureConfig
-from ...eval.measurement.environment import device_name
-from ...eval.measurement.measure import measure
-from ...eval.suites.prompts import load_suite
-from ...heads.fit import head_size, load_skeleton
-from ...heads.loading import TargetConfig, default_device
-from ...heads.registry import load_head
-from ...heads.target import Target
-from ...train.config import RunConfig, TrainConfig
-from ...train.trainer import train
+from ..configs.errors import BadInput
+from ..configs.jsonl import read_appended
+from ..configs.loader import build, read_config
+from ..data_pipelines.config import DataConfig
+from ..eval.decoding.draft_setting import chain
+from ..eval.measurement.config import MeasureConfig
+from ..eval.measurement.environment import device_name
+from ..eval.measurement.measure import measure
+from ..eval.suites.prompts import load_suite
+from ..heads.fit import head_size, load_skeleton
+from ..heads.loading import TargetConfig, default_device
+from ..heads.registry import load_head
+from ..heads.target import Target
+from ..train.config import RunConfig, TrainConfig
+from ..train.trainer import train
 from .bench_results import Entry, bench_names, read_bench, read_results, render_page, table, write_results
 from .store import picked
 
@@ -202,7 +202,7 @@ def bench_of(options: argparse.Namespace) -> Bench:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where a greedy text was not the target's own, 2 on bad input."""
-    parser = argparse.ArgumentParser(prog="python -m headstart.scripts.benchmarks.bench_heads", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m headstart.benchmarks.bench_heads", description=__doc__)
     parser.add_argument("--target", metavar="PATH", help="[default: what make smoke left]")
     parser.add_argument("--train", metavar="ROWS.jsonl", help="what heads learn from")
     parser.add_argument("--prompts", metavar="PROMPTS.jsonl", help="what they are measured on")

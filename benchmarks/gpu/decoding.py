@@ -1,6 +1,6 @@
 """Decoding of a real target: its texts against the model's own forward, what drafts save, and how fast answers come.
 
-    python -m headstart.scripts.benchmarks.gpu.decoding single|load|answers --target TARGET --pack FOLDER \
+    python -m headstart.benchmarks.gpu.decoding single|load|answers --target TARGET --pack FOLDER \
         --output FILE.json [--size toy|full]
 
 FOLDER is what `make gpu-pack` fills: a head of that target, its answers, and prompts. single: eager, captured and
@@ -21,22 +21,22 @@ from unittest.mock import patch
 
 import torch
 
-from ....eval.decoding import engine as engine_module
-from ....eval.decoding.continuous import Asked, answer_continuously
-from ....eval.decoding.draft_setting import DraftSetting, chain
-from ....eval.decoding.engine import Engine
-from ....eval.decoding.loop import decode
-from ....eval.decoding.stopping import Stop
-from ....eval.drafters.registry import build_drafter
-from ....eval.measurement.config import MeasureConfig
-from ....eval.measurement.environment import device_name
-from ....eval.measurement.measure import measure
-from ....eval.measurement.step_times import TimedCell
-from ....eval.suites.prompts import Suite, load_suite
-from ....heads.drafting import DynamicTree
-from ....heads.loading import default_device
-from ....heads.target import Target
-from ....heads.targets.dtype import default_dtype
+from ...eval.decoding import engine as engine_module
+from ...eval.decoding.continuous import Asked, answer_continuously
+from ...eval.decoding.draft_setting import DraftSetting, chain
+from ...eval.decoding.engine import Engine
+from ...eval.decoding.loop import decode
+from ...eval.decoding.stopping import Stop
+from ...eval.drafters.registry import build_drafter
+from ...eval.measurement.config import MeasureConfig
+from ...eval.measurement.environment import device_name
+from ...eval.measurement.measure import measure
+from ...eval.measurement.step_times import TimedCell
+from ...eval.suites.prompts import Suite, load_suite
+from ...heads.drafting import DynamicTree
+from ...heads.loading import default_device
+from ...heads.target import Target
+from ...heads.targets.dtype import default_dtype
 from .. import store
 from ..store import CellStore, Figures
 

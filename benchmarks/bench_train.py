@@ -1,6 +1,6 @@
 """`make bench-train`: what a training step costs by head and shape, in tokens per second, memory and matrix products.
 
-    python -m headstart.scripts.benchmarks.bench_train [--size small|large|8b|toy] [--output docs/results/train.json]
+    python -m headstart.benchmarks.bench_train [--size small|large|8b|toy] [--output docs/results/train.json]
 
 Random targets and rows: a step costs the same whatever the weights are. The target's own forward is left aside, its
 states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ...configs.errors import BadInput
-from ...eval.measurement.environment import device_name
-from ...heads.loading import default_device
-from ...heads.registry import HEADS
+from ..configs.errors import BadInput
+from ..eval.measurement.environment import device_name
+from ..heads.loading import default_device
+from ..heads.registry import HEADS
 from . import store
 from .store import CellStore, Figures
 from .training_step import Shape, TrainingStep, estimated_peak

@@ -1,6 +1,6 @@
 """Prints the most telling figures of a rung's files: a line for each cell, and for each training run its losses.
 
-python -m headstart.scripts.benchmarks.gpu.table FOLDER
+python -m headstart.benchmarks.gpu.table FOLDER
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from ....configs.jsonl import iter_jsonl
+from ...configs.jsonl import iter_jsonl
 from ..store import Figures, describe
 
 KEYS = """failed baseline_ms baseline_tokens_per_second baseline_gigabytes_per_second draft_ms verify_ms round_ms

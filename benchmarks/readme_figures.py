@@ -1,6 +1,6 @@
 """The table and the chart of the README, from docs/results/smollm2.json.
 
-    python -m headstart.scripts.benchmarks.readme_figures
+    python -m headstart.benchmarks.readme_figures
 
 A test finds them stale where the results have changed since.
 """
@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...configs.files import write_text
-from ...eval.report.charts import WIDTH, Bar, bar_chart
-from ...eval.report.page import page_template
+from ..configs.files import write_text
+from ..eval.report.charts import WIDTH, Bar, bar_chart
+from ..eval.report.page import page_template
 
 RESULTS, README, CHART = Path("docs/results/smollm2.json"), Path("README.md"), Path("docs/results/speedups.svg")
 START, END = "<!-- figures: start -->\n", "<!-- figures: end -->\n"

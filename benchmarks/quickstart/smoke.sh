@@ -12,10 +12,10 @@ run=runs/smoke
 step() { printf '\n\033[1m[%3ss] %s\033[0m\n' "$SECONDS" "$1"; }
 
 step "1. A small target: pretrained here, once, on reasoning problems with <think> traces and on Python's own sources"
-"$python" -m headstart.scripts.quickstart.toy_target $run/target
+"$python" -m headstart.benchmarks.quickstart.toy_target $run/target
 
 step "2. Regenerate: the target answers the training prompts itself"
-"$python" -m headstart.scripts.quickstart.toy_answers $run/target $run/data/reasoning_prompts_train.jsonl $run/data/train.jsonl \
+"$python" -m headstart.benchmarks.quickstart.toy_answers $run/target $run/data/reasoning_prompts_train.jsonl $run/data/train.jsonl \
     --validation $run/data/validation.jsonl
 
 step "3. Train two heads on those answers; the target stays frozen"

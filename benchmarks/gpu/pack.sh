@@ -2,13 +2,13 @@
 # Fills a folder with all that a GPU machine without network needs beside this repository: `make gpu-pack`. Prints which
 # of it travels in which call, where a call takes little; `rung.sh` then needs nothing else.
 #
-#   bash scripts/benchmarks/gpu/pack.sh [--size toy|full] [--output .gpu]
+#   bash benchmarks/gpu/pack.sh [--size toy|full] [--output .gpu]
 #
 # full: packages that such a machine lacks, as wheels for Python 3.12; SmolLM2 in two parts; and of the quickstart, which
 # runs first where it has not, prompts, the target's answers and an EAGLE-3 head in bf16. toy: the same of a target that
 # is pretrained here in a minute.
 set -euo pipefail
-cd "$(dirname "$0")/../../.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 size=full pack=.gpu
 while [ $# -gt 0 ]; do
@@ -21,11 +21,11 @@ while [ $# -gt 0 ]; do
 done
 [[ $size == toy || $size == full ]] || { echo "pack.sh: --size $size: expected toy or full" >&2; exit 2; }
 headstart() { "$python" -m headstart.scripts.cli "$@"; }
-script() { "$python" -m "headstart.scripts.$@"; }
+script() { "$python" -m "headstart.benchmarks.$@"; }
 
 full() {
     local run=runs/quickstart name=smollm2-135m-instruct
-    test -f $run/eagle3/final/config.json || PYTHON=$python bash scripts/quickstart/quickstart.sh
+    test -f $run/eagle3/final/config.json || PYTHON=$python bash benchmarks/quickstart/quickstart.sh
     script quickstart.prompts "$pack/text" --train 2000 --held-out 64
     cp $run/data/answers/answers.jsonl "$pack/text/answers.jsonl"
     headstart export $run/eagle3 "$pack/head" --to vllm --dtype bfloat16 --target $run/target
@@ -64,7 +64,7 @@ if [ $size = full ]; then # one call may take 64 MiB, the repository included
     tell() { # RUNG PATH ...
         local rung=$1; shift
         echo "$(du --bytes --summarize --total "$@" | awk 'END { printf "%.1f MB", $1 / 1e6 }') beside the repository: $*"
-        echo "    bash scripts/benchmarks/gpu/rung.sh $rung"
+        echo "    bash benchmarks/gpu/rung.sh $rung"
     }
     tell 0 "$pack/wheels" "${halves[0]}"
     tell '1 (or 2 to 6)' "${halves[1]}" "$pack/head" "$pack/text"

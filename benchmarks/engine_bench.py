@@ -1,6 +1,6 @@
 """What the engine itself costs on this machine: a target of a given size with random weights, baseline and drafts.
 
-    python -m headstart.scripts.benchmarks.engine_bench single|load --output engine.json [--size toy|8b]
+    python -m headstart.benchmarks.engine_bench single|load --output engine.json [--size toy|8b]
 
 Untrained heads draft at the price of trained ones, and that is what is timed. single: baseline steps against the
 machine's copy bandwidth, verifying by tokens, drafting by family. load: rounds by batch size and context. A speedup is
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from ...configs.errors import BadInput
-from ...eval.measurement.environment import Environment, device_name
-from ...heads.loading import default_device
+from ..configs.errors import BadInput
+from ..eval.measurement.environment import Environment, device_name
+from ..heads.loading import default_device
 from .engine_cells import CELLS, MAIN, OTHERS, SIZES, Workbench, random_target
 from .store import CellStore, Figures, judge
 

@@ -5,8 +5,8 @@ import random
 import sys
 
 import pytest
-from headstart.scripts.quickstart import prompts
-from headstart.scripts.quickstart.prompts import function, functions, is_held_out, orders
+from headstart.benchmarks.quickstart import prompts
+from headstart.benchmarks.quickstart.prompts import function, functions, is_held_out, orders
 
 
 def test_orders_are_distinct_repeatable_and_split():
