@@ -16,8 +16,8 @@ import torch
 
 from ...eval.measurement.bandwidth import copy_bandwidth
 from ...eval.measurement.environment import device_name
+from ...heads.decoders.joined_decoder import compiled_ahead
 from ...heads.loading import default_device
-from ...heads.nn.joined_decoder import compiled_ahead
 from ...train.speed import matmul_rate
 from ..store import Cell, CellStore, Figures
 

@@ -10,7 +10,7 @@ from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.nn.cache import SlotCache
+from headstart.heads.decoders.cache import SlotCache
 from headstart.heads.target import Target
 
 LENGTHS = (90, 1, 60, 25)

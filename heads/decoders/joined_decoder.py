@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ...configs.errors import first_line
+from ..nn.layers import rotate
 from .attention import any_shape
 from .cache import SlotCache
-from .layers import rotate
+from .layer_weights import LayerWeights
 from .split_attention import masked_attention
 
 # decoder layers of transformers that `decoder_layer` reproduces
@@ -27,20 +28,6 @@ KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer",
 FEWEST_COMPILED = 2**24  # weights; for smaller targets the seconds that compiling takes do not pay
 NUM_PRODUCTS = 7  # of a layer: queries, keys, values, output, gate, up, down
 COMPILES_FROM = "2.11"  # the first torch that can compile ahead of time
-
-
-class LayerWeights(NamedTuple):
-    """The weights of one layer, for F channels of the MLP; bias, query_norm and key_norm only in some families."""
-
-    attention_norm: Tensor  # [D]
-    qkv: Tensor  # [(N + 2 Nkv) H, D]
-    bias: Tensor | None  # [(N + 2 Nkv) H]
-    query_norm: Tensor | None  # [H]
-    key_norm: Tensor | None  # [H]
-    output: Tensor  # [D, N H]
-    mlp_norm: Tensor  # [D]
-    gate_up: Tensor  # [2 F, D]
-    down: Tensor  # [D, F]
 
 
 class Sizes(NamedTuple):

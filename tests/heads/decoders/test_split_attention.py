@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headstart.eval.decoding import generate
+from headstart.heads.decoders import attention, split_attention
+from headstart.heads.decoders.split_attention import PART, attention_in_parts, masked_attention, reads_in_parts
 from headstart.heads.drafting import StaticTree
-from headstart.heads.nn import attention, split_attention
-from headstart.heads.nn.split_attention import PART, attention_in_parts, masked_attention, reads_in_parts
 from headstart.heads.registry import HEADS, build_head
 
 

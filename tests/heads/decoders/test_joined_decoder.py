@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from headstart.heads.nn import joined_decoder, split_attention
-from headstart.heads.nn.joined_decoder import LayerWeights, Shared, Sizes, compiled_layer
+from headstart.heads.decoders import joined_decoder, split_attention
+from headstart.heads.decoders.joined_decoder import LayerWeights, Shared, Sizes, compiled_layer
 from torch._inductor.graph import GraphLowering
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .masks import first_visible, hiding, visibility_mask
+from ..nn.masks import first_visible, hiding, visibility_mask
 from .split_attention import whole_parts
 from .tree_nodes import is_readable
 
