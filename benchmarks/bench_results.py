@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.files import write_json, write_text
+from ..configs.files import write_text
 from ..configs.loader import build, read_config, shipped
 from ..heads.base import HeadConfig
 from ..heads.registry import head_class
@@ -88,8 +88,9 @@ def read_results(path: Path) -> list[Entry]:
 
 
 def write_results(path: Path, entries: Sequence[Entry]) -> None:
-    rows = [asdict(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
-    write_json(path, rows, indent=1)
+    """One entry a line."""
+    rows = [json.dumps(asdict(entry)) for entry in sorted(entries, key=lambda entry: entry.key)]
+    write_text(path, "[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def table(entries: Sequence[Entry]) -> str:
