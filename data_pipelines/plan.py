@@ -179,15 +179,20 @@ def measure_storages(
         extractions = [sharded_extraction(tokens, target, reads, config) for config in configs]
         while not passes or (len(passes) <= num_passes and time.perf_counter() - began + sum(passes[-1]) <= seconds):
             passes.append(timed_pass(extractions, Path(temporary, str(len(passes)))))
-    # seconds by pass: of forwards, then for each config of extraction and of reading
-    columns = list(zip(*(passes[1:] or passes), strict=True))
-    forward, num_tokens = columns[0], sum(map(len, samples))
+    timed = passes[1:] or passes  # the first one warms up
+    num_tokens = len(timed) * sum(map(len, samples))
+    forward, *others = zip(*timed, strict=True)  # seconds by pass
     rates = []
-    for written, read in zip(columns[1::2], columns[2::2], strict=True):
-        each = [len(forward) * num_tokens / sum(times) for times in (forward, written, read)]
-        spread = max(len(times) * (max(times) - min(times)) / sum(times) for times in (forward, written))
-        rates.append(Rates(*each, spread=spread, num_passes=len(forward)))
+    for extraction, reading in zip(others[::2], others[1::2], strict=True):
+        tokens_per_second = [num_tokens / sum(seconds) for seconds in (forward, extraction, reading)]
+        spread = max(relative_range(forward), relative_range(extraction))
+        rates.append(Rates(*tokens_per_second, spread=spread, num_passes=len(timed)))
     return rates
+
+
+def relative_range(seconds: Sequence[float]) -> float:
+    """How far the passes lie apart, relative to their mean."""
+    return len(seconds) * (max(seconds) - min(seconds)) / sum(seconds)
 
 
 def sharded_extraction(tokens: Shards, target: Target, reads: Reads, config: ExtractConfig) -> Extraction:

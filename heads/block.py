@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .decoders.cache import SlotCache
 from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import pack_linears
 from .drafter import Reading
@@ -29,7 +30,6 @@ from .export.block import BlockServing
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, drafted_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, beside, draft_block, through_layers, write_context
-from .nn.cache import SlotCache
 from .nn.dflash2 import NUM_TAPS, CandidateSelector, only
 from .nn.kept import is_kept, layer_bytes
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys, window_keys

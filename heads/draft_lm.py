@@ -25,11 +25,11 @@ from ..configs.errors import BadInput, first_line
 from ..configs.files import LocalPath
 from .adapters import add_adapters
 from .base import ChainStarts, DraftBatch, DraftHead
+from .decoders.cache import SlotCache, newest_slots, seen_by_children
 from .decoders.state_cache import StateCache
 from .drafter import Reading
 from .drafting import Proposal
 from .export.draft_lm import DraftLMServing
-from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
 from .start.closed_form import copy_layers, scale_norm
 from .target import Target

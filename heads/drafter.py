@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput
+from .decoders.cache import SlotCache
 from .drafting import Draws, Proposal, Tree
-from .nn.cache import SlotCache
 from .nn.target_output import TargetOutput
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from .base import ChainStarts, DraftBatch
+from .decoders.cache import SlotCache
 from .drafter import Reading
 from .medusa import BlocksConfig, BlocksHead, ResidualBlock
-from .nn.cache import SlotCache
 from .nn.layers import Rotary, llama_config
 from .recurrent import Context, LlamaLayer
 from .target import Target

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .decoders.cache import SlotCache, newest_slots, seen_by_children
+from .decoders.split_attention import whole_parts
 from .drafter import Reading
 from .export.mtp import MtpServing
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
-from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.kept import is_kept, layer_bytes, recomputed
 from .nn.layers import llama_config
-from .nn.split_attention import whole_parts
 from .start.closed_form import FITTED_DEPTHS, linear_map, scale_norm
 from .target import Target
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .base import ChainStarts, DraftBatch, DraftHead
+from .decoders.attention import grouped_attention
+from .decoders.cache import SlotCache, newest_slots, seen_by_children
 from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import TILE, pack_linears
 from .drafter import Reading
-from .nn.attention import grouped_attention
-from .nn.cache import SlotCache, newest_slots, seen_by_children
 from .nn.chain_attention import attend_chains, laid_out
 from .nn.kept import is_kept, layer_bytes, recomputed
 from .nn.layers import Attention, RMSNorm, Rotary

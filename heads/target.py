@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import BadInput, first_line
+from .decoders.attention import NAME as GROUPED_ATTENTION
+from .decoders.attention import Watch
+from .decoders.cache import SlotCache, cache_argument
 from .decoders.cpu.build import multiplies_bf16
 from .decoders.cpu.decoder import CpuDecoder
 from .decoders.cpu.products import wide_products
+from .decoders.joined_decoder import JoinedDecoder
 from .loading import TargetConfig, found_path, load_model, use_attention
-from .nn.attention import NAME as GROUPED_ATTENTION
-from .nn.attention import Watch
-from .nn.cache import SlotCache, cache_argument
 from .nn.documents import Documents
-from .nn.joined_decoder import JoinedDecoder
 from .nn.target_output import TargetOutput
 from .targets.check import check_target, has_values
 from .targets.own_masks import MaskOf

@@ -20,7 +20,6 @@ from ..configs.terminal import PlainConsole
 if TYPE_CHECKING:
     from ..eval.plan.budget import Budget
     from ..eval.plan.document import Plan, PlanConfig
-    from ..eval.plan.load import LoadPoint
     from ..eval.plan.prediction import Cell, Recommendation
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
@@ -226,8 +225,6 @@ def show(planned: "Plan", console: Console) -> None:
         if advice.is_off:
             what = f"leave drafting off: the best is {what}"
         console.print(f"batch {cell.batch_size}, {cell.context} tokens of context{busy}: {what}", highlight=False)
-    if planned.load:
-        show_load(planned.load, console)
     show_budget(planned, console)
     check = planned.check
     if check.num_cells:
@@ -271,21 +268,6 @@ def proof_text(advice: "Recommendation") -> str:
         sure = "" if low is None or high is None else f", over these prompts [{low:.2f}, {high:.2f}]"
         return f"; predicted from {counted_words(cell.num_rounds, 'round')}{sure}, not measured"
     return f"; not proved: {counted_words(cell.num_timed or 0, unit)} timed, {LEAST_TIMED} are needed"
-
-
-def show_load(load: "list[LoadPoint]", console: Console) -> None:
-    """Throughput and a user's waiting time per token, by arrival rate; as measured, if it was run."""
-    served = "run" if any(point.served == "run" for point in load) else "simulated"
-    points = [point for point in load if point.served == served]
-    names = dict.fromkeys(point.drafts for point in points)
-    titles = ("requests/s", *(f"{name}: tok/s, ms/token p50" for name in names))
-    table = Table(*(Column(title, justify="right") for title in titles), box=SIMPLE_HEAD, pad_edge=False)
-    for rate in dict.fromkeys(point.requests_per_second for point in points):
-        here = [point for point in points if point.requests_per_second == rate]
-        figures = (f"{point.tokens_per_second:.0f}, {point.time_per_output_token_ms_p50:.2f}" for point in here)
-        table.add_row(f"{rate:.2f}", *figures)
-    console.print(f"requests arriving at a rate, continuous batching, {served}:")
-    console.print(table)
 
 
 def speedup_text(cell: "Cell") -> str:

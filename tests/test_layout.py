@@ -19,11 +19,12 @@ FLOORS = {
     "data_pipelines": {"configs", "heads"},
     "train": {"configs", "heads", "eval", "data_pipelines"},
     "scripts": {"configs", "heads", "eval", "data_pipelines", "train"},
+    "benchmarks": {"configs", "heads", "eval", "data_pipelines", "train", "scripts"},
 }
 SOURCES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 MODULES = {".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]): path for path in SOURCES}
 MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
-CHECKOUT_ONLY = ("scripts/quickstart", "scripts/benchmarks")  # not in the wheel
+CHECKOUT_ONLY = "benchmarks"  # not in the wheel
 HEAVY = {*"wandb deepspeed datasets peft accelerate pydantic typer rich openai scipy".split()}
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from headstart.scripts.benchmarks import readme_figures
+from headstart.benchmarks import readme_figures
 from headstart.scripts.cli import app
 from typer.main import get_command
 
@@ -35,7 +35,8 @@ def test_every_option_of_a_shown_command_exists():
 
 
 def test_every_named_config_and_file_exists():
-    for name in set(re.findall(r"\b(?:configs|heads|docs|tests|scripts)/[\w/.]+\.(?:py|md|yaml|sh|json)\b", TEXT)):
+    folders = "configs|heads|docs|tests|scripts|benchmarks"
+    for name in set(re.findall(rf"\b(?:{folders})/[\w/.]+\.(?:py|md|yaml|sh|json)\b", TEXT)):
         assert (ROOT / name).is_file(), name
     for name in set(re.findall(r"headstart (?:train|data \w+) ((?:runs|data)/\w+\.yaml)", TEXT)):
         assert (ROOT / "configs" / name).is_file(), name

@@ -214,23 +214,22 @@ class Chat(ChatTemplate):
         The text that the template puts between an answer and the next turn is found in a rendering with plain answers
         in place of the calls. Raises Unproved if that text does not precede the next turn here.
         """
-        plain = list(messages)
-        for index in answers:
-            if messages[index].get("tool_calls"):
-                plain[index] = {"role": "assistant", "content": "0"}
-        other = self.render_text(plain)
-        written = self._written(plain, answers, other)
+        calls = {index for index in answers if messages[index].get("tool_calls")}
+        plain = [{"role": "assistant", "content": "0"} if i in calls else one for i, one in enumerate(messages)]
+        plain_text = self.render_text(plain)
+        plain_spans = self._written(plain, answers, plain_text)
         if not opener:
             raise Unproved
-        their_headers = [other.rfind(self.table.text(opener[0]), 0, first) for first, _ in written]
+        plain_headers = [plain_text.rfind(self.table.text(opener[0]), 0, first) for first, _ in plain_spans]
+        next_turns, next_plain_turns = [*headers[1:], len(text)], [*plain_headers[1:], len(plain_text)]
         moved = list(ends)
-        limits, their_limits = [*headers[1:], len(text)], [*their_headers[1:], len(other)]
         for i, index in enumerate(answers):
-            if messages[index].get("tool_calls"):
-                between = other[written[i][1] : their_limits[i]]
-                moved[i] = limits[i] - len(between)
-                if moved[i] < ends[i] or text[moved[i] : limits[i]] != between:
-                    raise Unproved
+            if index not in calls:
+                continue
+            between = plain_text[plain_spans[i][1] : next_plain_turns[i]]
+            moved[i] = next_turns[i] - len(between)
+            if moved[i] < ends[i] or text[moved[i] : next_turns[i]] != between:
+                raise Unproved
         return moved
 
 

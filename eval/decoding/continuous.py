@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...heads.decoders.cache import SlotCache
 from ...heads.drafter import Drafter, Reading
-from ...heads.nn.cache import SlotCache
 from ...heads.nn.target_output import TargetOutput
 from ...heads.target import Target
 from .engine import DecodeState, Engine

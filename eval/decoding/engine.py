@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from ...heads.decoders.cache import EXTENT_STEP, SlotCache
+from ...heads.decoders.split_attention import whole_parts
+from ...heads.decoders.tree_nodes import ancestors
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, Proposal, StaticTree, Tree
-from ...heads.nn.cache import EXTENT_STEP, SlotCache
-from ...heads.nn.split_attention import whole_parts
 from ...heads.nn.target_output import TargetOutput
-from ...heads.nn.tree_nodes import ancestors
 from ...heads.target import Target
 from ...heads.targets.prompts import read_prompts
 from .draft_setting import draft_length

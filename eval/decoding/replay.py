@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ...configs.errors import BadInput, first_line
-from ...heads.nn.joined_decoder import COMPILES_FROM, compiled_ahead
+from ...heads.decoders.joined_decoder import COMPILES_FROM, compiled_ahead
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ...heads.nn.tree_nodes import agreeing_paths
+from ...heads.decoders.tree_nodes import agreeing_paths
 from .sampling import Sampling, choose, sample, target_probs
 
 

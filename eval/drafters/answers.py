@@ -38,22 +38,25 @@ class Answers:
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         """From now on do not look up answers to these prompts, or to these questions in any prompt."""
-        num_kept = len(self.kept)
+        num_before = len(self.looked_up)
         self.left_out |= {*map(tuple, prompts), *questions}
-        if len(self.kept) < num_kept:
-            self.__dict__.pop("trie", None)
+        if len(self.looked_up) < num_before:
+            self.__dict__.pop("trie", None)  # the next use makes it anew
 
     @property
-    def kept(self) -> list[tuple[list[int], list[int]]]:
+    def looked_up(self) -> list[tuple[list[int], list[int]]]:
         """The rows that are not left out."""
-        asked = zip(self.rows, self.questions, strict=True)
-        return [row for row, question in asked if not self.left_out & {tuple(row[0]), question}]
+        return [
+            (prompt, answer)
+            for (prompt, answer), question in zip(self.rows, self.questions, strict=True)
+            if tuple(prompt) not in self.left_out and question not in self.left_out
+        ]
 
     @cached_property
     def trie(self) -> SuffixTrie:
         """The trie of all answers that are not left out."""
         trie = SuffixTrie(max_depth=MAX_DEPTH, max_nodes=MAX_NODES)
-        for prompt, answer in self.kept:
+        for prompt, answer in self.looked_up:
             contexts = [0]
             for token in (*prompt[-LEAD_IN:], *answer):
                 contexts = trie.add(contexts, token)

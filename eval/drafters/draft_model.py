@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
+from ...heads.decoders.cache import SlotCache
 from ...heads.decoders.state_cache import StateCache
 from ...heads.drafter import Drafter, Reading
-from ...heads.nn.cache import SlotCache
 from ...heads.target import Target
 from ...heads.targets.prompts import read_prompts
 from ...heads.targets.same_vocabulary import comes_with_tokenizer, differing_word

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...configs.errors import BadInput
 from ...heads.base import Proposal
+from ...heads.decoders.cache import SlotCache, SlotLayer
 from ...heads.drafter import Drafter, Reading
-from ...heads.nn.cache import SlotCache, SlotLayer
 from ...heads.nn.masks import hiding
 from ...heads.target import Target
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...heads.base import Proposal
-from ...heads.nn.cache import SlotCache
+from ...heads.decoders.cache import SlotCache
 from ...heads.target import Target
 from .host import TextDrafter, TextState
 

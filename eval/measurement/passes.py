@@ -3,6 +3,7 @@ finished batches are stored, so that an interrupted measurement can resume."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
@@ -37,27 +38,46 @@ def measure_batches(
     """
     kept = None
     if store is not None:
-        drafts = [[each.name, store.digest_of(each.drafter), asdict(each.setting)] for each in contenders]
+        drafts = [[one.name, store.digest_of(one.drafter), asdict(one.setting)] for one in contenders]
         settings = {**asdict(config), "drafts": drafts}
         kept = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
-    runners = [Runner(target, None, suite.prompts, config)]
-    runners += [each.runner(target, suite.prompts, config) for each in contenders]
-    rows = range(len(suite.prompts))
-    parts = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
-    left = [max(1, len(parts) // SHARE_AGAIN)]  # batches that may still be measured again
+    sides = Sides(target, contenders, suite, config)
+    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, kept=kept, on_part=on_batch)
+    measured: list[Measured] = [([], list(failed)) for _ in contenders]
+    for number, record in records.items():
+        batch, (plain, *drafted) = sides.batches[number], sides_in(record)
+        assert plain is not None  # or the whole batch failed
+        for side, reason, (batches, failures) in zip(drafted, record["failed"][1:], measured, strict=True):
+            if side is None:
+                failures += failures_of(batch, reason)
+            else:
+                batches.append(MeasuredBatch(number, batch, side, plain, record["num_again"]))
+    return measured
 
-    def warm_up(batch: Suite) -> None:
-        check_baseline(runners[0], parts)
-        baseline, *_ = decode_by_turns(runners, batch.prompts, config.seed)
+
+class Sides:
+    """The baseline, which comes first, and every contender, on the batches of a suite."""
+
+    def __init__(self, target: Target, contenders: Sequence[Contender], suite: Suite, config: MeasureConfig):
+        self.config = config
+        self.runners = [Runner(target, None, suite.prompts, config)]
+        self.runners += [one.runner(target, suite.prompts, config) for one in contenders]
+        rows = range(len(suite.prompts))
+        self.batches = [suite.subset(rows[start : start + config.batch_size]) for start in rows[:: config.batch_size]]
+        self.most_again = max(1, len(self.batches) // SHARE_AGAIN)  # batches that may still be measured again
+
+    def warm_up(self, batch: Suite) -> None:
+        """Raises: BadInput if the engine decodes the target wrongly; the baseline's exception."""
+        check_baseline(self.runners[0], self.batches)
+        baseline, *_ = decode_by_turns(self.runners, batch.prompts, self.config.seed)
         if baseline.error is not None:
             raise baseline.error
 
-    def decode_all(number: int, batch: Suite) -> Record:
-        def once() -> list[Side | Exception]:
-            return all_sides(runners, batch.prompts, config, number=number)
-
-        sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if left[0] else 0)
-        left[0] -= num_again > 0
+    def decode(self, number: int, batch: Suite) -> Record:
+        """Of each side on a batch its runs and what others took of the processor meanwhile, or why it failed."""
+        once = partial(all_sides, self.runners, batch.prompts, self.config, number=number)
+        sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
+        self.most_again -= num_again > 0
         return {
             "sides": [None if isinstance(side, Exception) else record_of(side.runs) for side in sides],
             "others": [None if isinstance(side, Exception) else side.others for side in sides],
@@ -65,20 +85,11 @@ def measure_batches(
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
         }
 
-    done, failed = measure_parts(parts, decode_all, warm_up, kept=kept, on_part=on_batch)
-    measured: list[Measured] = [([], list(failed)) for _ in contenders]
-    for number, record in done.items():
-        plain, *drafted = [
-            None if runs is None else Side(generations_from(runs), others)
-            for runs, others in zip(record["sides"], record["others"], strict=True)
-        ]
-        assert plain is not None  # or the whole batch failed
-        for side, reason, (batches, failures) in zip(drafted, record["failed"][1:], measured, strict=True):
-            if side is None:
-                failures += failures_of(parts[number], reason)
-            else:
-                batches.append(MeasuredBatch(number, parts[number], side, plain, record["num_again"]))
-    return measured
+
+def sides_in(record: Record) -> list[Side | None]:
+    """Of a record that `Sides.decode` made; None where a side failed."""
+    runs_and_others = zip(record["sides"], record["others"], strict=True)
+    return [None if runs is None else Side(generations_from(runs), others) for runs, others in runs_and_others]
 
 
 def measure_parts(

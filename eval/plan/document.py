@@ -9,7 +9,6 @@ from ..measurement.config import MeasureConfig
 from ..measurement.step_times import StepTime
 from .budget import Spent
 from .engine_settings import ScheduleRange
-from .load import LoadPoint
 from .machine_profile import MachineProfile
 from .prediction import Accepted, Cell, CheckSummary, Recommendation
 
@@ -59,7 +58,6 @@ class Plan:
     cells: list[Cell]
     check: CheckSummary
     recommendation: list[Recommendation]
-    load: list[LoadPoint]
     vllm_schedule: list[ScheduleRange]
     sglang_flags: str | None
     llamacpp_flags: str | None
@@ -76,7 +74,6 @@ class Plan:
             "cells": [cell.to_json() for cell in self.cells],
             "check": asdict(self.check),
             "recommendation": [advice.to_json() for advice in self.recommendation],
-            "load": [asdict(point) for point in self.load],
             "budget": asdict(self.budget),
             "step_time_model": asdict(self.step_time_model) if self.step_time_model else None,
         }

@@ -20,8 +20,7 @@ from .accepting import accepted_within, named_trees
 from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
 from .checking import measured_cells
 from .document import DEFAULT_TREES, Plan, PlanConfig
-from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule
-from .load import NUM_SERVED, NUM_SIMULATED, SHARES, LoadPoint, load_curve, simulated_servers
+from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
 from .machine_profile import times_on
 from .prediction import (
     Accepted,
@@ -33,9 +32,7 @@ from .prediction import (
     recommend,
     shortlist,
 )
-from .server import LiveServer
 
-FEWEST_SERVED = 8  # requests at a rate, below which none are run
 LARGEST_PROFILED = 256  # largest batch size of a schedule made from a profile
 
 
@@ -103,7 +100,6 @@ class Planner:
             cells=cells,
             check=errors(cells),
             recommendation=advice,
-            load=self.load(accepted, times, advice[0].cell.setting, ranges, most),
             budget=Spent(
                 seconds=None if math.isinf(budget.seconds) else budget.seconds,
                 seconds_used=round(budget.used, 2),
@@ -225,38 +221,6 @@ class Planner:
         tick()
         by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in found}
         return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
-
-    def load(
-        self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
-    ) -> list[LoadPoint]:
-        """What users see of no drafts, of one setting and of the schedule: simulated; of the first two also run."""
-        num_prompts, config = len(self.suite.prompts), self.config.measure
-        simulated = simulated_servers(accepted, self.workload, times, fixed=fixed, schedule=ranges, max_batch_size=most)
-        points = load_curve(simulated, num_prompts, served="simulated", num_requests=NUM_SIMULATED)
-        if self.config.machine is not None or self.config.check == "none":
-            return points
-        num_requests = self.num_served(points, most)
-        if num_requests < min(FEWEST_SERVED, NUM_SERVED):
-            self.budget.left_out.append("requests at a rate, run")
-            return points
-        live = {
-            name: LiveServer(self.target, self.drafter, drafted, self.suite.prompts, config, max_batch_size=most)
-            for name, drafted in (("none", None), (fixed.name, fixed))
-        }
-        tick = self.bar(1, f"requests at a rate, {self.name}")
-        points += load_curve(live, num_prompts, served="run", num_requests=num_requests)
-        tick()
-        tick()
-        return points
-
-    def num_served(self, simulated: Sequence[LoadPoint], most: int) -> int:
-        """Requests that can be run in the time at every rate, by what serving them took in the simulation."""
-        answer, costs = self.config.measure.max_new_tokens, self.costs
-        each = sum(answer / point.tokens_per_second for point in simulated if point.drafts != "schedule")
-        each *= 1 + 1 / len(SHARES) / 2  # once all at once, to see what can be served
-        sizes = [1, *(1 << i for i in range((most - 1).bit_length() + 1))]
-        begins = 2 * sum(costs.setup + costs.prefill(size) + costs.round(size) for size in sizes)
-        return int(min((SAFETY * self.budget.room("load") - begins) / each, NUM_SERVED))
 
 
 def is_shaped(tree: str) -> bool:

@@ -17,10 +17,8 @@ from ..measurement.step_times import StepTime
 from .accepting import evenly
 from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
-from .engine_settings import ScheduleRange
-from .load import LoadPoint
 from .planner import Planner, spread
-from .prediction import MOST_FINALISTS, Accepted, Cell, StepTimes, shortlist
+from .prediction import MOST_FINALISTS, Accepted, Cell, shortlist
 
 
 def exported_files(folder: Path, binary: Path | None, args: str) -> ServerFiles:
@@ -115,12 +113,6 @@ class ServedPlanner(Planner):
             for cell, result in zip(chosen, results, strict=True)
         }
         return [found.get(cell.setting, cell) for cell in cells]
-
-    def load(
-        self, accepted: list[Accepted], times: StepTimes, fixed: DraftSetting, ranges: list[ScheduleRange], most: int
-    ) -> list[LoadPoint]:
-        """None: batches are not served."""
-        return []
 
     @property
     def answer_seconds(self) -> float:

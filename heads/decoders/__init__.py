@@ -1,3 +1,4 @@
-"""What reads a target that is decoded. So far: state_cache.py, what recurrent layers keep of a text; rounds.py, how
-they read a round; recurrences.py, of which of them each step is known. Keys, values and kernels are still in nn/.
+"""Decoders, which read tokens into caches: `cache` first (keys and values of rows that advance independently), with
+`attention` and `split_attention` over it, and `tree_nodes`; then the layers of whole targets, `joined_decoder` on a GPU
+and `cpu` in bf16 on a CPU; last recurrent layers: `state_cache`, `rounds` and `recurrences`.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
-from ..nn.cache import cache_argument
+from .cache import cache_argument
 from .recurrences import calls_of, known_recurrence
 from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
 

@@ -21,8 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..nn.cache import SlotCache, SlotLayer
-from ..nn.tree_nodes import is_readable
+from .cache import SlotCache, SlotLayer
+from .tree_nodes import is_readable
 
 Key = tuple[str, int]  # "conv" or "recurrent", and which of the layer's states of that kind
 CONV, RECURRENT = "conv", "recurrent"

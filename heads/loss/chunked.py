@@ -9,8 +9,9 @@ away, so that backward only scales them (as in fused linear cross entropy, Hsu e
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -159,51 +160,68 @@ class Drafts:
         target: TargetRows,
     ) -> None:
         """Score depths that share an output layer, each with its chains [n_k] at their indices in the chunk."""
-        ends = list(accumulate(map(len, chains)))
         hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
             hidden = hidden.detach().requires_grad_(self.with_gradients)
             logits = self.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
-        grads = torch.empty_like(logits) if self.with_gradients else None
-        by_state: Tensor | None = None  # [n, D] gradients of losses of the predicted state
+        of_logits = torch.empty_like(logits) if self.with_gradients else None
+        of_states: Tensor | None = None  # [n, D] gradients of losses of the predicted state
+        ends = list(accumulate(map(len, chains)))
         for k, rows, at, end in zip(depths, chains, places, ends, strict=True):
             here, where = slice(end - len(rows), end), positions[at]
-            labels = self.labels[where]
-            drafted = Rows(self.specs[k], hidden[here], labels, target, at)
-            raw = logits[here].detach()  # [n_k, Vd]
-            counted = None if self.weights is None else self.weights[where].float()
-            if self.align_top_k is not None:
-                aligned = self.aligned[rows].float()
-                counted = aligned if counted is None else counted * aligned
-            if self.chain_weights is not None:
-                of_chains = self.chain_weights[k, rows]
-                counted = of_chains if counted is None else counted * of_chains
-            scale = self.coefficients[k] if counted is None else counted * self.coefficients[k]
-            if grads is not None and all(name in CLOSED for name in drafted.spec.mix):
-                values, best = closed_mix(drafted, raw, scale, num_guesses=self.num_guesses, out=grads[here])
-            else:
-                drafted.__dict__["draft_logits"] = raw.float()
-                best = drafted.best(self.num_guesses)
-                if grads is None:
-                    values = mix_of(drafted)
-                else:
-                    values, grads[here], of_state = self._differentiate(drafted, scale)
-                    if of_state is not None:
-                        by_state = torch.zeros_like(hidden) if by_state is None else by_state
-                        by_state[here] = of_state
-            self.values[k, rows] = values.detach()
-            self.sums[k] += (values if counted is None else values * counted).sum()
-            vocabulary = drafted.spec.vocabulary
-            self.guesses[k, rows] = best = best if vocabulary is None else vocabulary.to_target[best]
-            if self.align_top_k is not None:  # a chain stays aligned while the data's token is among the guesses
-                self.aligned[rows] &= (best == labels[:, None]).any(-1)
-        if grads is not None:
+            drafted = Rows(self.specs[k], hidden[here], self.labels[where], target, at)
+            of_state = self._score_depth(
+                k, rows, drafted, logits[here].detach(), self._weights_of(k, rows, where),
+                out=None if of_logits is None else of_logits[here],
+            )  # fmt: skip
+            if of_state is not None:
+                of_states = torch.zeros_like(hidden) if of_states is None else of_states
+                of_states[here] = of_state
+        if of_logits is not None:
             inputs = [hidden, *edges_of(self.parameters, logits)]
-            of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, grads, allow_unused=True)
+            of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, of_logits, allow_unused=True)
             self._add(of_parameters)
-            of_hidden = of_hidden if by_state is None else of_hidden + by_state
+            of_hidden = of_hidden if of_states is None else of_hidden + of_states
             for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
                 self.hidden_grads[k][rows] = part
+
+    def _weights_of(self, depth: int, chains: Tensor, positions: Tensor) -> Tensor | None:
+        """[n] the product of all factors on the losses of chains [n] at positions [n]; None: all 1."""
+        factors = list[Tensor]()
+        if self.weights is not None:
+            factors.append(self.weights[positions].float())
+        if self.align_top_k is not None:
+            factors.append(self.aligned[chains].float())
+        if self.chain_weights is not None:
+            factors.append(self.chain_weights[depth, chains])
+        return reduce(mul, factors) if factors else None
+
+    def _score_depth(
+        self, depth: int, chains: Tensor, drafted: Rows, logits: Tensor, weights: Tensor | None, *, out: Tensor | None
+    ) -> Tensor | None:
+        """Record the values and guesses of one depth's chains [n], and which of them stay aligned.
+
+        Args: logits: [n, Vd]. weights: [n]. out: [n, Vd] receives the gradient of the logits; None: it is not wanted.
+        Returns: [n, D] the gradient of the predicted states, where a loss is of these.
+        """
+        scale, of_state = self.coefficients[depth] if weights is None else weights * self.coefficients[depth], None
+        if out is not None and all(name in CLOSED for name in drafted.spec.mix):
+            values, guesses = closed_mix(drafted, logits, scale, num_guesses=self.num_guesses, out=out)
+        else:
+            drafted.__dict__["draft_logits"] = logits.float()
+            guesses = drafted.best(self.num_guesses)
+            if out is None:
+                values = mix_of(drafted)
+            else:
+                values, out[:], of_state = self._differentiate(drafted, scale)
+        vocabulary = drafted.spec.vocabulary
+        guesses = guesses if vocabulary is None else vocabulary.to_target[guesses]
+        self.values[depth, chains] = values.detach()
+        self.sums[depth] += (values if weights is None else values * weights).sum()
+        self.guesses[depth, chains] = guesses
+        if self.align_top_k is not None:  # a chain stays aligned while the data's token is among the guesses
+            self.aligned[chains] &= (guesses == drafted.labels[:, None]).any(-1)
+        return of_state
 
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """Any mix by autograd: values [n], and the gradients of draft_logits and of hidden (None if unused)."""

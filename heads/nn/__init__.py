@@ -1,5 +1,4 @@
-"""Building blocks of targets and heads: `layers` (parts of a Llama layer); `cache` and `attention` for decoding, with
-`split_attention` for long caches; `decoder_layer`, a single layer of any target; `chain_attention` and `fusing` for
-training; `documents` separates packed texts; `cpu_decoder` and `cpu_kernels` decode in bf16 on a CPU, `joined_decoder`
-on a GPU.
+"""Layers that are trained, of heads and of targets that heads are trained on: `layers` first (parts of a Llama layer),
+`decoder_layer` and `block_layer` (whole ones), `chain_attention` (many drafts in one pass) over `sight`, `masks` and
+`documents` (what each query sees); then `batch` (the input of a step), `kept` and `fusing` (its memory and its speed).
 """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..decoders.attention import grouped_attention
+from ..decoders.cache import SlotCache
 from ..decoders.cpu.decoder import CpuLayers
-from .attention import grouped_attention
-from .cache import SlotCache
 from .chain_attention import attend_chains, laid_out
 from .dflash2 import CandidateSelector, SlotConvolution
 from .kept import recomputed

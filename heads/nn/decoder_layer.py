@@ -15,9 +15,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...configs.errors import BadInput, first_line
+from ..decoders.attention import grouped_attention
+from ..decoders.cache import SlotCache, cache_argument
 from ..target import Target
-from .attention import grouped_attention
-from .cache import SlotCache, cache_argument
 from .chain_attention import attend_chains, laid_out
 from .sight import Sight, blocks_of
 

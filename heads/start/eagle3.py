@@ -156,7 +156,7 @@ def fit_layer(
         return code.missing(at.following[index], hidden, following[index])
 
     own, *copying = roles_of(attention, copies=code is not None)
-    hidden, index = features @ fused, torch.arange(len(features))
+    hidden = features @ fused
     larger = fresh_size(fc) * SCALE / rms(fused)
     fc.weight.copy_(larger * fused.T / sizes)
     constant = ridge(read(at.embedded, hidden), torch.ones(len(hidden), 1), strength=1e-3)[:, 0]
@@ -168,25 +168,42 @@ def fit_layer(
     def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([read(at.embedded[index], hidden), *(each[index] for each in copied)], 1)
 
-    inputs, missing, out = [inputs_at(index, hidden)], [missing_of(index, hidden)], hidden
-    change = ridge(inputs[0], missing[0])
-    for _ in range(NUM_DEPTHS - 1):
-        goes_on = at.goes_on[index]
-        out, index = (out + inputs[-1] @ change)[goes_on], index[goes_on] + 1
-        inputs.append(inputs_at(index, out))
-        missing.append(missing_of(index, out))
-        change = ridge(torch.cat(inputs), torch.cat(missing))
+    inputs, change = regressed_along_chains(hidden, at.goes_on, inputs_at, missing_of)
     attention.o_proj.weight.zero_()
-    predicted, everything, start = hidden, torch.cat(inputs), 0
+    predicted, start = hidden, 0
     for role, num in zip([own, *copying], (2 * size, size), strict=False):
         part = slice(start, start := start + num)
-        values, directions = low_rank(everything[:, part], change[part], len(role.values))
+        values, directions = low_rank(inputs[:, part], change[part], len(role.values))
         of_values = fresh_size(attention.v_proj) * SCALE / rms(values)
         used = slice(values.shape[1])
         attention.v_proj.weight[role.values[used]] = F.pad(of_values * values.T, (0, 2 * size - num))
         attention.o_proj.weight[:, role.outputs[used]] = larger / of_values * directions
-        predicted = predicted + inputs[0][:, part] @ values @ directions.T
+        predicted = predicted + inputs[: len(hidden), part] @ values @ directions.T
     return predicted
+
+
+Entries = Callable[[Tensor, Tensor], Tensor]  # indices [n] and predicted states there [n, D] -> [n, ...]
+
+
+def regressed_along_chains(
+    hidden: Tensor, goes_on: Tensor, inputs_at: Entries, missing_of: Entries
+) -> tuple[Tensor, Tensor]:
+    """The map [in, D] from a layer's inputs to what it is to add, over NUM_DEPTHS depths of chains: each depth reads
+    the states that the map fitted to the depths before it predicts.
+
+    Args: hidden: [n, D] states that depth 0 reads. goes_on: [n] whether the next entry follows in the same row.
+    Returns: the inputs [m, in] of all depths, the n of depth 0 first, and the map.
+    """
+    index = torch.arange(len(hidden))
+    inputs, missing = [inputs_at(index, hidden)], [missing_of(index, hidden)]
+    change = ridge(inputs[0], missing[0])
+    for _ in range(NUM_DEPTHS - 1):
+        follows = goes_on[index]
+        hidden, index = (hidden + inputs[-1] @ change)[follows], index[follows] + 1
+        inputs.append(inputs_at(index, hidden))
+        missing.append(missing_of(index, hidden))
+        change = ridge(torch.cat(inputs), torch.cat(missing))
+    return torch.cat(inputs), change
 
 
 def channel_sizes(x: Tensor) -> Tensor:

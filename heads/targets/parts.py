@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
+from ..decoders.cache import SlotCache
 from ..decoders.cpu.products import product
 from ..decoders.rounds import carries_states, own_cache, passed_states, passes_states, read_states
 from ..decoders.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from ..loading import TargetConfig, load_tokenizer, text_decoder
-from ..nn.cache import SlotCache
 from .distances import read_distances
 from .end_tokens import as_ids, contradiction, said_ends
 from .own_masks import MaskOf, OwnMasks

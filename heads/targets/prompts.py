@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoders.cache import SlotCache
 from ..decoders.state_cache import StateCache
-from ..nn.cache import SlotCache
 from ..nn.target_output import TargetOutput
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.benchmarks.quickstart.prompts import orders
 from headstart.data_pipelines.parallel import chunks
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.config import MeasureConfig
@@ -22,7 +23,6 @@ from headstart.heads.export.llamacpp import Conversion
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import build_head, head_class, save_head
 from headstart.heads.target import Target
-from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 
 # LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end

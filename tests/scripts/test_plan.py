@@ -4,18 +4,15 @@ import json
 
 import pytest
 from headstart.eval.measurement import step_times
-from headstart.eval.plan import planner
 
 SMALL = "--max-new-tokens 12 --num-draft-tokens 1 --num-draft-tokens 3 --batch-size 1 --batch-size 2 --repeats 1"
 
 
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch):
-    """As few requests and rounds as still go through all of it."""
+    """As few rounds as still go through all of it."""
     monkeypatch.setattr(step_times, "NUM_ROUNDS", 3)
     monkeypatch.setattr(step_times, "NUM_PASSES", 1)
-    monkeypatch.setattr(planner, "NUM_SERVED", 4)
-    monkeypatch.setattr(planner, "NUM_SIMULATED", 16)
 
 
 @pytest.fixture
@@ -54,10 +51,6 @@ def test_a_head_is_planned_checked_and_told_to_engines(plan, head_folder, tmp_pa
     low, high = found["vllm_schedule"][0][0], found["vllm_schedule"][-1][1]
     assert (low, high) == (1, 2) and "batch 2, 10 tokens of context" in said
     assert found["sglang_flags"] is None, "SGLang has no Medusa"
-    served = {(one["served"], one["drafts"]) for one in found["load"]}
-    fixed = found["recommendation"][0]["setting"]
-    assert served == {("simulated", one) for one in ("none", fixed, "schedule")} | {("run", "none"), ("run", fixed)}
-    assert all(one["tokens_per_second"] > 0 and one["mean_batch_size"] >= 1 for one in found["load"])
     machine = json.loads((tmp_path / "plan" / "machine.json").read_text())
     assert machine["fixed_ms"] >= 0 and machine["target"] == found["target"]["name"]
 

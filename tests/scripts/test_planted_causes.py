@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from headstart.benchmarks.quickstart.toy_answers import answer
+from headstart.benchmarks.quickstart.toy_target import Recipe, make_target
 from headstart.configs.jsonl import read_jsonl
 from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.target import Target
 from headstart.scripts.cli import app
-from headstart.scripts.quickstart.toy_answers import answer
-from headstart.scripts.quickstart.toy_target import Recipe, make_target
 from headstart.train.config import load_run
 from headstart.train.trainer import train
 from safetensors.torch import load_file, save_file

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
-from headstart.heads.nn.cache import SlotCache
+from headstart.heads.decoders.cache import SlotCache
 from headstart.heads.target import Target
 from kinds import FAST, KINDS, without_recipe
 from planted import Planted

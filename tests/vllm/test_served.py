@@ -19,6 +19,7 @@ from engines import (
     trained,
     write_rows,
 )
+from headstart.benchmarks.quickstart.prompts import orders
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.parallel import chunks
 from headstart.eval.decoding import generate
@@ -28,7 +29,6 @@ from headstart.heads.export.write import export_head
 from headstart.heads.importing.gguf import cache_folder
 from headstart.heads.registry import load_head
 from headstart.heads.target import Target
-from headstart.scripts.quickstart.prompts import orders
 from headstart.scripts.target_command import KNOWN, fetch
 from headstart.train.config import load_run
 from headstart.train.trainer import train

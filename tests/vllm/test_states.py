@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import OFFLINE, save_tokenizer
+from headstart.benchmarks.quickstart.prompts import orders
 from headstart.configs.children import free_port
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.served.asking import StateServer
@@ -24,7 +25,6 @@ from headstart.data_pipelines.storage.shards import Shards
 from headstart.heads.importing.gguf import cache_folder
 from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
-from headstart.scripts.quickstart.prompts import orders
 from headstart.train.config import load_inputs, load_run
 from headstart.train.target import reads_of
 from headstart.train.trainer import train

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ....heads.nn.attention import any_shape
+from ....heads.decoders.attention import any_shape
 from ....heads.target import Target
 from ....heads.targets.check import own_attention
 

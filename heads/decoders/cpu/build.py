@@ -15,6 +15,7 @@ import torch
 
 from ....configs.errors import BadInput
 from ....configs.files import cache_root, replacing
+from .structs import check_sizes
 
 SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
 # -ffp-contract=off: only multiply-adds that the source asks for, so that no number depends on what a compiler joins
@@ -127,7 +128,7 @@ def built(name: str) -> Path:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the argument types of its functions declared."""
+    """The library with the argument types of its functions declared, and the sizes of its structs checked."""
     address, number = ctypes.c_void_p, ctypes.c_int64
     product = [address, number, number, address, number, address, number]
     arguments = {
@@ -139,8 +140,10 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "argmax": [address, number, number, address],
         "normalise_rows": [address, address, address, number, number, ctypes.c_float],
         "widen": [ctypes.c_bool],
+        "struct_sizes": [address],
     }
     library.widen.restype = ctypes.c_bool
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
+    check_sizes(library)
     return library

@@ -9,22 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...nn.cache import SlotCache
 from ...nn.layers import Tables
+from ..cache import SlotCache
 from .build import kernels
 from .decoder import CpuLayers
 from .products import blocked
-
-TENSORS = "embedding embedding_norm hidden_norm output_norm output to_target".split()
-
-
-class ChainPointers(ctypes.Structure):
-    """The struct `Chain` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in TENSORS),
-        *((n, ctypes.c_int64) for n in ("num_outputs", "num_tokens")),
-    ]
+from .structs import Chain
 
 
 @dataclass
@@ -59,10 +49,17 @@ class CpuChains:
             to_target: [Vd] int64, the target id of each draft id; None: the same.
         """
         self.layers, self.num_outputs = layers, len(output)
-        tensors = embedding, embedding_norm, hidden_norm, output_norm, blocked(output), to_target
-        self.tensors = [None if each is None else each.detach().contiguous() for each in tensors]
-        self.pointers = ChainPointers(*(None if each is None else each.data_ptr() for each in self.tensors))
-        self.pointers.num_outputs = self.num_outputs
+        tensors = {
+            "embedding": embedding,
+            "embedding_norm": embedding_norm,
+            "hidden_norm": hidden_norm,
+            "output_norm": output_norm,
+            "output": blocked(output),
+            "to_target": to_target,
+        }
+        self.tensors = {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
+        pointers = {name: None if x is None else x.data_ptr() for name, x in self.tensors.items()}
+        self.chain = Chain(**pointers, num_outputs=self.num_outputs)
 
     def draft(
         self, hidden: Tensor, cache: SlotCache, tables: Tables, positions: Tensor, *, num_tokens: int
@@ -74,9 +71,9 @@ class CpuChains:
         tokens, probabilities = torch.empty(num_rows, num_tokens, dtype=torch.long), torch.empty(num_rows, num_tokens)
         positions = positions.contiguous()
         forward = self.layers.forward_over(hidden, cache, tables)
-        forward.positions, self.pointers.num_tokens = positions.data_ptr(), num_tokens
+        forward.positions, self.chain.num_tokens = positions.data_ptr(), num_tokens
         library.draft(
-            *(self.layers.layers, ctypes.byref(forward), ctypes.byref(self.pointers)),
-            *(each.data_ptr() for each in (hidden, logits, tokens, probabilities)),
+            *(self.layers.layers, ctypes.byref(forward), ctypes.byref(self.chain)),
+            *(x.data_ptr() for x in (hidden, logits, tokens, probabilities)),
         )
         return DraftedChains(tokens, logits, probabilities)

@@ -13,37 +13,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ...nn.cache import SlotCache
-from ...nn.joined_decoder import Decoded, LayerWeights, has_plain_products, is_known
 from ...nn.layers import Rotary, Tables
+from ..cache import SlotCache
+from ..joined_decoder import Decoded, has_plain_products, is_known
+from ..layer_weights import LayerWeights
+from . import structs
 from .build import kernels, multiplies_bf16
 from .products import BLOCK, blocked, is_multiplied, multiply, multiply_argmax, usable_kernels
 
 MOST_CHANNELS = 256  # per attention head
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
 MOST_TOKENS = 512  # per forward, where torch multiplies bf16 too: for more it is faster
-
-
-class LayerPointers(ctypes.Structure):
-    """The struct `Layer` of kernels.cpp."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in (*LayerWeights._fields, "kept")]
-
-
-SIZES = "hidden num_heads num_kv_heads head_dim mlp read_size num_rows num_queries extent".split()
-STRIDES = "layer_stride value_stride row_stride head_stride num_threads".split()
-TENSORS = "cache cos sin positions slots last mask read final_norm output best".split()
-
-
-class Forward(ctypes.Structure):
-    """The struct `Forward` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (*SIZES, *STRIDES)),
-        *((name, ctypes.c_void_p) for name in TENSORS),
-        ("num_outputs", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-    ]
 
 
 class Choice(NamedTuple):
@@ -64,10 +44,9 @@ class CpuLayers:
         self.hidden_size, self.head_dim = attention.o_proj.out_features, attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.sizes = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, mlp.gate_proj.out_features
-        self.read_size, self.eps = attention.q_proj.in_features, eps
+        self.mlp_size, self.read_size, self.eps = mlp.gate_proj.out_features, attention.q_proj.in_features, eps
         self.weights = [weights_of(layer) for layer in layers]
-        self.layers = (LayerPointers * len(layers))()
+        self.layers = (structs.Layer * len(layers))()
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
                 setattr(layer, name, None if weight is None else weight.data_ptr())
@@ -159,14 +138,28 @@ class CpuLayers:
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
         library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
 
-    def forward_over(self, x: Tensor, cache: SlotCache, tables: Tables, *, first_layer: int = 0) -> Forward:
+    def forward_over(self, x: Tensor, cache: SlotCache, tables: Tables, *, first_layer: int = 0) -> structs.Forward:
         """The sizes, strides and tensors that every call of the kernels for x [B, Q, in] needs."""
         whole = cache.whole(len(x), self.num_kv_heads, self.head_dim, like=x)
-        strides = whole.stride()[:4]
-        start = whole.data_ptr() + first_layer * strides[0] * whole.element_size()
-        return Forward(
-            *(*self.sizes, self.read_size, *x.shape[:2], cache.extent, *strides, torch.get_num_threads()),
-            *(start, tables.cos.data_ptr(), tables.sin.data_ptr()),
+        layer_stride, value_stride, row_stride, head_stride = whole.stride()[:4]
+        return structs.Forward(
+            hidden=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mlp=self.mlp_size,
+            read_size=self.read_size,
+            num_rows=x.shape[0],
+            num_queries=x.shape[1],
+            extent=cache.extent,
+            layer_stride=layer_stride,
+            value_stride=value_stride,
+            row_stride=row_stride,
+            head_stride=head_stride,
+            num_threads=torch.get_num_threads(),
+            cache=whole.data_ptr() + first_layer * layer_stride * whole.element_size(),
+            cos=tables.cos.data_ptr(),
+            sin=tables.sin.data_ptr(),
             eps=self.eps,
         )
 

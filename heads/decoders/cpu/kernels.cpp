@@ -404,6 +404,11 @@ static void place(const Forward& s, const Layer& w, bf16* keys, bf16* projected,
   }
 }
 
+// the bytes of Layer, Forward and Chain, which structs.py compares with its own
+extern "C" void struct_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(Layer), sizes[1] = sizeof(Forward), sizes[2] = sizeof(Chain);
+}
+
 // Only keys and values, of x [B, Q, read_size] as it is, in every layer. N * H is a multiple of 32.
 extern "C" void write(const Layer* layers, int64_t num_layers, const Forward* forward, const bf16* x) {
   const Forward& s = *forward;

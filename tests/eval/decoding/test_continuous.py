@@ -11,6 +11,9 @@ import torch
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import Asked, answer_continuously
 from headstart.eval.decoding.stopping import Stop
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.lookup import SuffixDrafter
+from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 
@@ -59,6 +62,26 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
     assert max(expected) > 1
+
+
+OTHERS = {
+    "look-ups": lambda target, tiny_target: SuffixDrafter(),
+    "a draft model": lambda target, tiny_target: DraftModelDrafter(tiny_target("llama", num_hidden_layers=2)),
+    "sparse-self": lambda target, tiny_target: SparseSelfDrafter(target, 32),  # prompts longer than its budget
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_drafters_too(name, target, tiny_target, monkeypatch):
+    prompts = [*PROMPTS[:5], [3 + 7 * i % 50 for i in range(60)], [3 + 5 * i % 50 for i in range(90)]]
+    drafter, rounds, run = OTHERS[name](target, tiny_target), [], continuous.run_round
+    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
+    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=drafter))
+    one_by_one = [generate(target, drafter, prompt, max_new_tokens=24) for prompt in prompts]
+    assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
+    expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
+    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
 
 
 def test_rows_leave_as_they_end_and_others_take_their_place(target):

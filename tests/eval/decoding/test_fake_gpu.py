@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval.decoding import replay
-from headstart.eval.decoding.draft_setting import DraftSetting, chain
+from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import Stopwatch, decode, generate
 from headstart.eval.decoding.replay import Replay
 from headstart.eval.decoding.stopping import Stop
-from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
-from headstart.eval.plan.load import ServedRequest, serve
-from headstart.eval.plan.server import LiveServer
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -263,26 +260,3 @@ def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
             parts = generate(target, drafter, prompts, **how)
         assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
     assert max(widths) == 12
-
-
-# The live server
-
-
-@pytest.mark.parametrize("drafted", ["a head", "a head beside look-ups", "nothing"])
-def test_a_server_has_recorded_all_its_steps_before_the_first_request(drafted, tiny_target, monkeypatch):
-    """Requests that grow from 128 slots into 512, in batches of all sizes: nothing is recorded while they are timed."""
-    target, recorded = tiny_target("llama", max_position_embeddings=512), []
-
-    def record(step: Any, arguments: Any) -> Any:
-        recorded.append(arguments)
-        return lambda *now: step(*now)
-
-    monkeypatch.setattr(replay, "compiled", record)
-    prompts = [[1, *[5] * length] for length in (100, 240, 20)]
-    config = MeasureConfig(max_new_tokens=40, steps="compile")
-    drafter, setting = head_for("medusa", target), None if drafted == "nothing" else DraftSetting("K 3", 3)
-    drafter = {"a head": drafter, "nothing": None}.get(drafted, HybridDrafter(drafter))
-    server = LiveServer(target, drafter, setting, prompts, config, max_batch_size=2, stop=Stop(frozenset()))
-    before = len(recorded)
-    serve(server, [ServedRequest(i, 0.0) for i in range(3)])
-    assert before and len(recorded) == before

@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from headstart.benchmarks.engine_cells import SIZES
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.engine import DecodeState, Engine
 from headstart.eval.decoding.verify import accept_sampled
 from headstart.eval.drafters.synthetic import BlankDrafter
 from headstart.heads.base import DraftHead
+from headstart.heads.decoders import attention, joined_decoder
+from headstart.heads.decoders.cache import SlotCache
+from headstart.heads.decoders.split_attention import reads_in_parts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.fit import build_skeleton_head
-from headstart.heads.nn import attention, joined_decoder
-from headstart.heads.nn.cache import SlotCache
-from headstart.heads.nn.split_attention import reads_in_parts
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
-from headstart.scripts.benchmarks.engine_cells import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 

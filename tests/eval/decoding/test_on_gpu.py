@@ -17,9 +17,9 @@ from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.step_times import TimedCell
 from headstart.heads.base import DraftBatch
+from headstart.heads.decoders import joined_decoder
+from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
 from headstart.heads.drafting import DynamicTree, StaticTree
-from headstart.heads.nn import joined_decoder
-from headstart.heads.nn.split_attention import masked_attention, reads_in_parts
 from headstart.heads.registry import HEADS, build_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -21,9 +21,9 @@ from headstart.eval.drafters.guessing import Guessing
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
+from headstart.heads.decoders import joined_decoder
+from headstart.heads.decoders.joined_decoder import JoinedDecoder
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
-from headstart.heads.nn import joined_decoder
-from headstart.heads.nn.joined_decoder import JoinedDecoder
 from headstart.heads.registry import HEADS, build_head
 from torch.utils._python_dispatch import TorchDispatchMode
 

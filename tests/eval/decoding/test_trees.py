@@ -7,6 +7,8 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.metrics import acceptance
+from headstart.heads.decoders.cache import SlotCache
+from headstart.heads.decoders.tree_nodes import agreeing_paths, ancestors
 from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.drafting import (
     DynamicTree,
@@ -16,8 +18,6 @@ from headstart.heads.drafting import (
     draft_dynamic,
     draft_static,
 )
-from headstart.heads.nn.cache import SlotCache
-from headstart.heads.nn.tree_nodes import agreeing_paths, ancestors
 from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -183,7 +183,7 @@ def test_trees_are_read_on_a_cpu_as_on_a_gpu(seed, monkeypatch):
     wanted = torch.randint(9, (3, 10), generator=torch.Generator().manual_seed(seed))
     wanted[0, 0] = tokens[0, int((parents[0] == -1).nonzero()[0])]  # a row that accepts
     here = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
-    monkeypatch.setattr("headstart.heads.nn.tree_nodes.is_readable", lambda _: False)
+    monkeypatch.setattr("headstart.heads.decoders.tree_nodes.is_readable", lambda _: False)
     seen, num, path, at = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
     valid = torch.arange(9) < num[:, None]
     assert num[0] > 0 and torch.equal(here[0], seen) and torch.equal(here[1], num) and torch.equal(here[3], at)
@@ -192,7 +192,7 @@ def test_trees_are_read_on_a_cpu_as_on_a_gpu(seed, monkeypatch):
 
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_ancestors_of_a_chain_of_any_length(depth, monkeypatch):
-    monkeypatch.setattr("headstart.heads.nn.tree_nodes.is_readable", lambda _: False)
+    monkeypatch.setattr("headstart.heads.decoders.tree_nodes.is_readable", lambda _: False)
     assert torch.equal(ancestors(torch.arange(-1, depth - 1)[None], depth)[0], torch.ones(depth, depth).tril().bool())
 
 

@@ -105,11 +105,11 @@ def test_the_same_question_behind_another_system_prompt_is_left_out(wording, sav
     assert known.answers is not None
     assert suite.prompts[0] not in [prompt for prompt, _ in known.answers.rows], "the tokens are others"
     measure(target, known, suite, MeasureConfig(setting=chain(2), max_new_tokens=8, num_repeats=1), name="suffix")
-    assert [prompt for prompt, _ in known.answers.kept] == [known.answers.rows[1][0]]
+    assert [prompt for prompt, _ in known.answers.looked_up] == [known.answers.rows[1][0]]
     other = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
     config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
     Planner(target, other, suite, config, "suffix+answers")
-    assert other.answers is not None and len(other.answers.kept) == 1
+    assert other.answers is not None and len(other.answers.looked_up) == 1
 
 
 def read_cache(path):

@@ -5,17 +5,12 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.decoding.draft_setting import DraftSetting
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.loop import Texts, decode, generate, prefill
-from headstart.eval.decoding.replay import Stopwatch
+from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.sparse_self import NUM_OBSERVED, NUM_SINKS, SparseSelfDrafter
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
-from headstart.eval.plan.load import ServedRequest
-from headstart.eval.plan.server import LiveServer
-from headstart.heads.nn.cache import SlotCache
+from headstart.heads.decoders.cache import SlotCache
 from headstart.heads.target import Target
 
 LENGTHS = (90, 1, 60, 25)
@@ -171,19 +166,3 @@ def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
     assert generate(target, None, rows, max_new_tokens=20, eos_token_ids=[]).token_ids == whole.token_ids
     done = generate(target, SparseSelfDrafter(target, 128), rows, max_new_tokens=20, eos_token_ids=[])
     assert done.token_ids == whole.token_ids
-
-
-def test_a_row_that_joins_a_batch_keeps_its_keys_and_its_ring(target):
-    drafter, rows, stop = SparseSelfDrafter(target, 32), prompts(90, 60, 25), Stop(frozenset())
-    setting, config = DraftSetting("K 3", 3), MeasureConfig(max_new_tokens=9)
-    server = LiveServer(target, drafter, setting, rows, config, max_batch_size=4, stop=stop)
-    wanted = []
-    for number, row in enumerate(rows):
-        engine = Engine(target, drafter, batch_size=1, max_length=99, num_draft_tokens=3)
-        state = prefill(engine, Texts([row], 9, stop), Stopwatch(target.device)).state
-        engine.begin_round(len(row) + 1)
-        wanted += engine.draft(state.read).tokens.tolist()
-        server.join(ServedRequest(number, 0.0))
-    batch = server.batch
-    batch.engine.begin_round(91)
-    assert batch.engine.draft(batch.state.read).tokens[:3].tolist() == wanted

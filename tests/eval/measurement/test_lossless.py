@@ -15,11 +15,11 @@ from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.lossless import Divergence, LosslessReport, compare_texts
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
+from headstart.heads.decoders import cache as caches
 from headstart.heads.decoders.cpu.build import kernels
 from headstart.heads.decoders.cpu.decoder import CpuLayers
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import Proposal, StaticTree
-from headstart.heads.nn import cache as caches
 from headstart.heads.target import Target
 
 PROMPTS = [[1, 5 + i, 9, (14 + 3 * i) % 61, 33, *range(20, 20 + i)] for i in range(16)]

@@ -306,7 +306,7 @@ def test_a_bad_prompt_row_is_named_by_file_and_line(row, problem, suite, tmp_pat
 
 @pytest.mark.parametrize("messages", ["hello", [], ["hello"], [{"role": "assistant", "content": "a"}], [{"text": "a"}]])
 def test_messages_that_are_none_are_refused(messages, tiny_target, tmp_path):
-    from headstart.scripts.quickstart.toy_target import CHAT_TEMPLATE, train_tokenizer
+    from headstart.benchmarks.quickstart.toy_target import CHAT_TEMPLATE, train_tokenizer
 
     tokenizer = train_tokenizer(["a b c"], vocab_size=270)
     assert tokenizer.chat_template == CHAT_TEMPLATE

@@ -22,8 +22,8 @@ from headstart.eval.measurement.proof.own_forward import (
 from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.sampling_check import check_sampling
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.nn import cache as caches
-from headstart.heads.nn.attention import NAME as GROUPED_ATTENTION
+from headstart.heads.decoders import cache as caches
+from headstart.heads.decoders.attention import NAME as GROUPED_ATTENTION
 from headstart.heads.target import Target
 
 PROMPTS = [[1, 5 + i, 9, (14 + 3 * i) % 61, 33, *range(20, 20 + i)] for i in range(6)]

@@ -2,18 +2,19 @@
 batches and trees; and a token's states do not depend on what is read with it."""
 
 import ast
+import ctypes
 import inspect
 import textwrap
 
 import pytest
 import torch
 import torch.nn.functional as F
-from headstart.heads.decoders.cpu import build, products
+from headstart.heads.decoders.cache import SlotCache
+from headstart.heads.decoders.cpu import build, products, structs
 from headstart.heads.decoders.cpu.build import kernels
 from headstart.heads.decoders.cpu.decoder import CpuDecoder
 from headstart.heads.decoders.cpu.products import best, blocked, multiply, pack_linears
-from headstart.heads.nn.cache import SlotCache
-from headstart.heads.nn.joined_decoder import JoinedDecoder
+from headstart.heads.decoders.joined_decoder import JoinedDecoder
 from headstart.heads.target import Target
 from torch import nn
 
@@ -264,3 +265,17 @@ def test_products_that_torch_would_emulate_are_those_of_fp32_rounded():
         assert torch.equal(layer(x), wanted)
         layer(x).sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
+
+
+@needs_kernels
+def test_structs_of_another_size_are_refused_when_the_kernels_are_loaded(monkeypatch):
+    library = kernels()
+    assert library is not None
+    structs.check_sizes(library)
+
+    class Longer(structs.Forward):
+        _fields_ = [("one_more", ctypes.c_int64)]
+
+    monkeypatch.setattr(structs, "STRUCTS", (structs.Layer, Longer, structs.Chain))
+    with pytest.raises(AssertionError, match="Longer"):
+        structs.check_sizes(library)

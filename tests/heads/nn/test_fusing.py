@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from headstart.benchmarks.training_step import Shape, build_step, run_step
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.nn import chain_attention, kept, sight
 from headstart.heads.nn.fusing import Fusable, fused
-from headstart.scripts.benchmarks.training_step import Shape, build_step, run_step
 from headstart.train.speed import Operations
 
 SHAPE = Shape(

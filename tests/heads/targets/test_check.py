@@ -7,7 +7,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
-from headstart.heads.nn import cache as caches
+from headstart.heads.decoders import cache as caches
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.target import Target

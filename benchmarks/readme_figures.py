@@ -1,0 +1,75 @@
+"""The table and the chart of the README, from docs/results/smollm2.json.
+
+    python -m headstart.benchmarks.readme_figures
+
+A test finds them stale where the results have changed since.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..configs.files import write_text
+from ..eval.report.charts import WIDTH, Bar, bar_chart
+from ..eval.report.page import page_template
+
+RESULTS, README, CHART = Path("docs/results/smollm2.json"), Path("README.md"), Path("docs/results/speedups.svg")
+START, END = "<!-- figures: start -->\n", "<!-- figures: end -->\n"
+FUNCTIONS, QUESTIONS = "Python functions", "GSM8K questions"
+WORK = {  # the measurements of each domain, by how their `work` begins
+    FUNCTIONS: "SmolLM2-135M-Instruct, bf16, Python functions (MBPP): families beside each other",
+    QUESTIONS: "headstart auto, 20 minutes, 1,500 GSM8K questions, 2026-11-26",
+}
+IN_TABLE = {"hybrid": "both together", "suffix": "look-ups in the model's answers", "eagle3": "EAGLE-3"}
+IN_CHART = {**IN_TABLE, "DSpark": "DSpark", "eagle": "EAGLE-1", "medusa": "Medusa", "hydra": "Hydra"}
+
+
+def main() -> None:
+    write_text(README, with_table(README.read_text(), table(RESULTS)))
+    write_text(CHART, chart(RESULTS))
+
+
+def measured(results: Path, domain: str) -> dict[str, Any]:
+    """The greedy measurements of a domain, by the first word of the drafter; of several the first."""
+    found: dict[str, Any] = {}
+    for entry in json.loads(results.read_text()):
+        if entry["work"].startswith(WORK[domain]) and not entry["temperature"]:
+            found.setdefault(entry["drafter"].replace("+", " ").replace(",", " ").split()[0], entry)
+    return found
+
+
+def table(results: Path) -> str:
+    """Markdown."""
+    domains = {domain: measured(results, domain) for domain in WORK}
+    lines = [f"| drafter | {' | '.join(f'{domain}: acceptance length | speedup' for domain in domains)} |"]
+    lines += ["|---" * (1 + 2 * len(domains)) + "|"]
+    for key, name in IN_TABLE.items():
+        cells = [f"{entry['acceptance_length']:.2f} | {speedup(entry)}" for entry in (d[key] for d in domains.values())]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"![Speedup by drafter, {FUNCTIONS}]({CHART})", ""])
+
+
+def chart(results: Path) -> str:
+    """SVG: the speedups of all families in one domain."""
+    entries = measured(results, FUNCTIONS)
+    bars = [
+        Bar(IN_CHART[key], [entry["speedup"]], speedup(entry), entry["speedup_ci95"]) for key, entry in entries.items()
+    ]
+    bars.sort(key=lambda bar: -bar.parts[0])
+    picture = bar_chart(f"Speedup by drafter, {FUNCTIONS}", bars, mark=1.0)
+    return page_template("compare.svg.j2").render(charts=[picture], width=WIDTH + 20, height=20 + 34 * len(bars))
+
+
+def speedup(entry: dict[str, Any]) -> str:
+    low, high = entry["speedup_ci95"]
+    return f"{entry['speedup']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def with_table(readme: str, made: str) -> str:
+    """The README with this table between its marks."""
+    before, rest = readme.split(START)
+    return f"{before}{START}{made}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    main()

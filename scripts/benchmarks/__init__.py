@@ -1,1 +1,0 @@
-"""What `make bench-*` and `make gpu` run; measurements of Headstart itself. Not in the wheel."""

@@ -1,0 +1,113 @@
+"""The memory of a training step: what is counted is what was there, and an estimate without contents agrees."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from headstart.benchmarks.training_step import LiveBytes, Shape, build_step, estimated_peak, peak_bytes, run_step
+from headstart.heads.nn import kept
+
+TOY = Shape(
+    head="eagle3",
+    hidden=64,
+    intermediate=172,
+    num_heads=8,
+    num_kv_heads=4,
+    vocabulary=512,
+    context=64,
+    batch_size=2,
+    depths=3,
+)
+
+
+def test_live_bytes_are_those_of_the_storages_that_live():
+    before = torch.zeros(10)
+    with LiveBytes() as live:
+        live.count(before)
+        kept = torch.ones(100)
+        view = kept[:50]
+        gone = torch.ones(1000)
+        del gone
+        assert live.now == 40 + 400 and live.peak == 40 + 400 + 4000
+        del kept
+        assert live.now == 40 + 400, "a view keeps the whole storage"
+        del view
+    assert live.now == 40
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_estimate_of_a_step_is_what_was_alive(dtype):
+    shape = replace(TOY, dtype=dtype)
+    head, batch = build_step(shape)
+    run_step(head, batch, dtype=dtype)  # rotary tables are made once
+    assert estimated_peak(shape, device="cpu") == pytest.approx(peak_bytes(head, batch, dtype=dtype), rel=0.01)
+
+
+OPTIONS = {"eagle": {"num_layers": 2}, "eagle3": {"num_layers": 2}, "block": {"num_layers": 3}, "mtp": {}}
+
+
+@pytest.mark.parametrize("head_type", OPTIONS)
+def test_what_is_recomputed_gives_the_same_gradients_in_less_memory(head_type, monkeypatch):
+    found, peaks = [], []
+    for most in (10**9, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
+        head, batch = build_step(replace(TOY, head=head_type, options=OPTIONS[head_type]))
+        loss = head.loss(batch).loss.item()
+        run_step(head, batch, dtype="fp32")
+        found.append([torch.tensor(loss), *(p.grad for p in head.parameters() if p.requires_grad)])
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+@pytest.mark.parametrize("head_type", OPTIONS)
+def test_what_is_estimated_is_what_is_kept(head_type, monkeypatch):
+    """The estimate by which a step decides is right to a factor of two."""
+    peaks, estimates = [], []
+    for most in (10**9, 0):
+        asked = []
+
+        def noted(device, most=most, asked=asked):
+            asked.append(device)
+            return most
+
+        monkeypatch.setattr(kept, "most_kept", noted)
+        shape = replace(TOY, context=256, head=head_type, options=OPTIONS[head_type])
+        head, batch = build_step(shape)
+        starts = head.training_starts(batch.loss_mask)
+        batch = replace(batch, starts=starts)
+        estimates.append(head.kept_bytes(starts.positions.numel(), itemsize=4, num_depths=3))
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+        assert asked
+    assert 0.5 * estimates[0] < peaks[0] - peaks[1] < 1.5 * estimates[0]
+
+
+@pytest.mark.slow
+def test_a_block_head_reads_8k_tokens_in_little_more_than_half_the_memory(monkeypatch):
+    """One row of 8,192 tokens, 512 blocks; with weights, gradients, moments and the loss."""
+    shape, peaks = replace(TOY, head="block", hidden=256, intermediate=768, context=8192, batch_size=1, depths=7), []
+    for most in (10**12, 0):
+        monkeypatch.setattr(kept, "most_kept", lambda device, most=most: most)
+        head, batch = build_step(shape)
+        torch.manual_seed(0)
+        batch = replace(batch, starts=head.training_starts(batch.loss_mask))
+        peaks.append(peak_bytes(head, batch, dtype="fp32"))
+    assert peaks[1] <= 0.55 * peaks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_vocabulary", [32000, None])
+def test_eagle3_at_8b_shape_trains_in_20_gb(draft_vocabulary):
+    """The head, its gradients and moments, seven depths of activations and the loss, of one row of 4096 tokens."""
+    shape = Shape(
+        head="eagle3",
+        hidden=4096,
+        intermediate=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        vocabulary=152064,
+        context=4096,
+        dtype="bf16",
+        draft_vocabulary=draft_vocabulary,
+    )
+    assert estimated_peak(shape) < 20e9
