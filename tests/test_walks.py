@@ -119,8 +119,8 @@ def test_a_head_is_added_in_three_places(walk):
         "tests/test_layout.py",
         "tests/heads/export/test_export.py",
         "tests/scripts/test_heads_command.py",
-        "tests/scripts/auto/test_plans.py",
-        "tests/scripts/benchmarks/test_bench_train.py",
+        "tests/scripts/unattended/test_auto_decisions.py",
+        "tests/benchmarks/test_bench_train.py",
         named="low_rank and (test_contract or train_then_eval) or test_layout and not serving_image or every_family or "
         "the_families_and_what_they_read",
     )

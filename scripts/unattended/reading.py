@@ -1,6 +1,7 @@
 """Reads answered rows with target and head: how typical the answers are, and how many rounds drafting them takes."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -189,11 +190,10 @@ def readings_in(path: Path) -> dict[str, Reading]:
 def keep(path: Path, readings: Sequence[Reading]) -> None:
     """Append readings to a file, over an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.read_bytes() if path.exists() else b""
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.seek(whole.rfind(b"\n") + 1)
+    with path.open("a+b") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
         file.write("".join(json.dumps(asdict(reading)) + "\n" for reading in readings).encode())
-        file.truncate()
 
 
 class RefitRun(Session[RefitSettings, RefitJournal]):
@@ -203,7 +203,9 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     def traffic(self) -> Traffic:
         """The new rows; --temperature takes the place of theirs."""
         traffic, given = read_traffic(self.settings.traffic), self.settings.temperature
-        return replace(traffic, rows=[replace(row, temperature=given or row.temperature) for row in traffic.rows])
+        if given is None:
+            return traffic
+        return replace(traffic, rows=[replace(row, temperature=given) for row in traffic.rows])
 
     @cached_property
     def replay(self) -> list[Served]:

@@ -1,12 +1,16 @@
 """The decisions of `headstart refit`, from figures alone: what is held out, what is foreign, what is offered."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.traffic import Served
+from headstart.data_pipelines.traffic import Served, Traffic
 from headstart.eval.decoding import generate
+from headstart.scripts.unattended import reading
 from headstart.scripts.unattended.candidates import find_candidates
 from headstart.scripts.unattended.comparing import FORGETS, STAYS, compare, decide_between, drift_of
 from headstart.scripts.unattended.foreign import (
@@ -49,6 +53,15 @@ def test_held_out_conversations_are_learnt_from_on_neither_side():
 def test_rows_are_read_by_turns_so_that_little_time_does_for_all_parts():
     a, b, c = (dict(zip(names, rows_of(len(names)), strict=True)) for names in ("aA", "bBxyz", "c"))
     assert list(by_turns(a, b, c)) == ["a", "b", "c", "A", "B", "x", "y", "z"]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, [0.7, None]), (0.0, [0.0, 0.0]), (1.0, [1.0, 1.0])])
+def test_a_given_temperature_takes_the_place_of_the_rows_own(given, wanted, monkeypatch):
+    first, second = rows_of(2)
+    monkeypatch.setattr(reading, "read_traffic", lambda _: Traffic([replace(first, temperature=0.7), second], {}, 0))
+    run = SimpleNamespace(settings=SimpleNamespace(traffic="logs.jsonl", temperature=given))
+    traffic: Any = vars(reading.RefitRun)["traffic"].func(run)
+    assert [row.temperature for row in traffic.rows] == wanted
 
 
 def test_too_few_conversations_are_refused():
