@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from headstart.eval.measurement.servers.llama_server import ServerFiles
+from headstart.heads.families import served_families
 
 FAKE = Path(__file__).parents[1] / "eval" / "measurement" / "fake_llama_server.py"
 LINE = "plan --max-new-tokens 13 --repeats 1 --seconds 600 --output out --served served --server-bin llama-server"
@@ -19,7 +21,7 @@ def plan(headstart, saved_target, head_folder, prompts, tmp_path, monkeypatch):
     (tmp_path / "served").mkdir()
     for name in ("head.gguf", "target.gguf"):
         (tmp_path / "served" / name).touch()
-    monkeypatch.setattr("headstart.eval.measurement.servers.llama_server.ServerFiles.family", "eagle3")
+    monkeypatch.setattr(ServerFiles, "served", (served_families()["eagle3"], "eagle3"))
     rows = [{"prompt": f"w{i} w5 w9"} for i in range(1, 6)]
     path = prompts(*rows)
 

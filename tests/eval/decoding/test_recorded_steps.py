@@ -65,7 +65,7 @@ def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(replay, "compiled", record)
     for module in ("tree_nodes", "cache"):  # as on a GPU
-        monkeypatch.setattr(f"headstart.heads.nn.{module}.is_readable", lambda _: False)
+        monkeypatch.setattr(f"headstart.heads.decoders.{module}.is_readable", lambda _: False)
 
 
 @pytest.fixture
