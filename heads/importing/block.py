@@ -88,6 +88,7 @@ def plain_config(config: TypedKeys) -> TypedKeys:
     all_see = TypedKeys(found, config.where).read("sliding_window_non_causal", bool)
     flags = nested.read("causal", bool), TypedKeys(found, config.where).read("is_causal", bool)
     flags = *flags, None if all_see is None else not all_see, found.get("causal")
-    is_sliding = "sliding_attention" in (found.get("layer_types") or ())  # then causal is what engines take for granted
+    kinds = TypedKeys(found, config.where).read("layer_types", list[str]) or ()
+    is_sliding = "sliding_attention" in kinds  # then causal is what engines take for granted
     found["causal"] = next((flag for flag in flags if flag is not None), is_sliding)
     return TypedKeys(found, config.where)
