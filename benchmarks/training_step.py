@@ -99,13 +99,6 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-class Unchecked(Target):
-    """A target whose tensors have no contents that could be compared."""
-
-    def _check_against_model(self) -> None:
-        pass
-
-
 class PreparedStarts(ChainStarts):
     """Chain starts of tensors without contents, with all that the host reads of them."""
 
@@ -115,16 +108,13 @@ class PreparedStarts(ChainStarts):
         return self.made
 
 
-def build_step(
-    shape: Shape, *, device: str = "cpu", target_class: type[Target] = Target
-) -> tuple[DraftHead, DraftBatch]:
+def build_step(shape: Shape, *, device: str = "cpu") -> tuple[DraftHead, DraftBatch]:
     """A random target and a head on it, and a batch of random full rows, all of it supervised, with its states."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
     with torch.device(device):
-        target = target_class(
-            AutoModelForCausalLM.from_config(shape.target_config, dtype=dtype), name="random", fingerprint=""
-        )
+        model = AutoModelForCausalLM.from_config(shape.target_config, dtype=dtype)
+        target = Target(model, name="random", fingerprint="")
     config_class = head_class(shape.head).config_class
     size = shape.draft_vocabulary
     config = config_class(type=shape.head, num_depths=shape.depths, draft_vocab_size=size, **shape.options)
@@ -174,7 +164,7 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
             stack.enter_context(as_elsewhere())
         blocks = starts.blocks
         mode = stack.enter_context(FakeTensorMode())
-        head, batch = build_step(shape, target_class=Unchecked)
+        head, batch = build_step(shape)
         prepared = PreparedStarts(mode.from_tensor(starts.positions), mode.from_tensor(starts.valid))
         prepared.blocks = blocks
         with unset_fake_temporarily():

@@ -154,12 +154,6 @@ class Workload:
         return spans
 
 
-def workload_speedup(accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int) -> float:
-    """The ratio of `workload_times`, all batches together."""
-    plain, drafted = workload_times(accepted, workload, times, batch_size=batch_size)
-    return sum(plain) / sum(drafted) if sum(drafted) else 1.0
-
-
 def workload_times(
     accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int
 ) -> tuple[list[float], list[float]]:

@@ -20,7 +20,7 @@ from headstart.eval.plan.prediction import (
     recommend,
     shortlist,
     steady_speedup,
-    workload_speedup,
+    workload_times,
 )
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
@@ -54,13 +54,19 @@ def measured(cells, *speedups):
     return [replace(cell, measured_speedup=value) for cell, value in zip(cells, speedups, strict=True)]
 
 
+def speedup_of(*arguments, batch_size):
+    """The ratio of the times without drafts and with them, all batches together."""
+    plain, drafted = workload_times(*arguments, batch_size=batch_size)
+    return sum(plain) / sum(drafted)
+
+
 def test_rows_that_have_ended_are_not_charged():
     """Rows of 13 and 7 tokens, 3 per round: on average 9 baseline steps against 3 rounds and the prompts' reading."""
     one = accepted(2, 3, tokens=(13, 7))
     work = Workload([5, 5], 13)
-    speedup = workload_speedup(one, work, Times(reading_ms=6), batch_size=2)
+    speedup = speedup_of(one, work, Times(reading_ms=6), batch_size=2)
     assert speedup == pytest.approx(9 * 10 / (3 * (10 + 4) + 6))
-    alone = workload_speedup(one, work, Times(reading_ms=6), batch_size=1)
+    alone = speedup_of(one, work, Times(reading_ms=6), batch_size=1)
     assert alone == pytest.approx((12 + 6) * 10 / (4 * 12 + 6 + 2 * 12 + 6))
 
 
@@ -117,7 +123,7 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
 def test_batches_are_full_in_predictions_too():
     """Of three prompts in twos the first comes again: two batches, of 9 and 10.5 baseline steps per row."""
     one = accepted(2, 3, tokens=(13, 7, 10))
-    speedup = workload_speedup(one, Workload([5, 5, 5], 13), Times(), batch_size=2)
+    speedup = speedup_of(one, Workload([5, 5, 5], 13), Times(), batch_size=2)
     assert speedup == pytest.approx((9 + 10.5) * 10 / (3 * 14 + 3.5 * 14))
 
 
