@@ -23,8 +23,8 @@ check: $(READY) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: $(READY) ## every test but the slow and the GPU ones; 5 to 6 minutes on 2 cores
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu"
+test: $(READY) ## every test but the slow, the soak and the GPU ones
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu"
 
 # these time what they run, or have a process per core of their own
 ALONE := tests/scripts/unattended tests/benchmarks
@@ -32,6 +32,9 @@ test-slow: $(READY) ## the slow tests, among them the smoke run and two processe
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE) tests/targets)
+
+test-soak: $(READY) ## kills by the dozen, planted causes, memory over thousands of rows: half an hour, before a release; not in CI
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "soak and not gpu"
 
 targets: $(READY) ## what works on which architecture of transformers, in docs/targets.md; or KINDS="llama mpt" alone
 	OMP_NUM_THREADS=1 $(BIN)/python tests/targets/refresh.py $(KINDS)
@@ -93,4 +96,4 @@ clean: ## remove what builds left
 clean-runs: ## remove runs/, where the examples train, after asking
 	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
 
-.PHONY: help quickstart smoke check test test-slow targets test-vllm test-llamacpp gpu gpu-pack bench-heads bench-train docs wheel clean clean-runs
+.PHONY: help quickstart smoke check test test-slow test-soak targets test-vllm test-llamacpp gpu gpu-pack bench-heads bench-train docs wheel clean clean-runs

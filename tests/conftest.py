@@ -154,11 +154,15 @@ def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks as slow the cases that a test's mark `fast_only` does not name."""
+    """By `fast_only`, cases that are not named are slow; by `slow_only`, those that are named, and the others soak."""
     for item in items:
-        for mark in item.iter_markers("fast_only"):
-            if any(item.callspec.params[name] not in values for name, values in mark.kwargs.items()):
-                item.add_marker(pytest.mark.slow)
+        for kind in ("fast_only", "slow_only"):
+            for mark in item.iter_markers(kind):
+                is_named = all(item.callspec.params[name] in values for name, values in mark.kwargs.items())
+                if kind == "slow_only":
+                    item.add_marker(pytest.mark.slow if is_named else pytest.mark.soak)
+                elif not is_named:
+                    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=sorted(HEADS))

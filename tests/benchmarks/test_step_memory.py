@@ -82,7 +82,7 @@ def test_what_is_estimated_is_what_is_kept(head_type, monkeypatch):
     assert 0.5 * estimates[0] < peaks[0] - peaks[1] < 1.5 * estimates[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_block_head_reads_8k_tokens_in_little_more_than_half_the_memory(monkeypatch):
     """One row of 8,192 tokens, 512 blocks; with weights, gradients, moments and the loss."""
     shape, peaks = replace(TOY, head="block", hidden=256, intermediate=768, context=8192, batch_size=1, depths=7), []

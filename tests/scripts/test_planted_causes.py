@@ -141,7 +141,7 @@ def first_named(headings: list[str]) -> str | None:
     return next((cause for cause in named if CAUSES[cause] in of_acceptance[:1]), "drafts" if named else None)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_page_names_the_cause_that_was_planted(world):
     done, headings = evaluated(world, "control")
@@ -162,7 +162,7 @@ def test_the_page_names_the_cause_that_was_planted(world):
     assert not (world / "out-target").exists(), "refused before anything was measured"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_template_of_the_same_target_that_was_changed_is_named(world):
     _, headings = evaluated(world, OTHER_TEMPLATE, target=OTHER_TEMPLATE)
     assert first_named(headings) == "template"

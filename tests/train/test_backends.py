@@ -211,7 +211,7 @@ def test_sigterm_to_the_launcher_saves_once_for_all_ranks(launching, tmp_path):
     assert curve(half) == curve(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(launching, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     how = ("train.max_steps=240", "train.checkpoint_every=4")

@@ -66,7 +66,7 @@ def outcome(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     return rows, tensors
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ten_kills_at_random_moments_leave_every_bit_as_it_would_be(run_of, launching, tmp_path):
     def start(name: str) -> int:
         return launching.ask("start", dict(os.environ), [str(run_of(name))], str(tmp_path / f"{name}.log"))

@@ -342,9 +342,12 @@ def killed_and_resumed(path, server, *, num_kills, source):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_kills", "num_rows"), [(3, 60), (20, 300)], ids=["3 kills", "20 kills"]
+    ("num_kills", "num_rows"),
+    [
+        pytest.param(3, 60, id="3 kills", marks=pytest.mark.slow),
+        pytest.param(20, 300, id="20 kills", marks=pytest.mark.soak),
+    ],
 )  # fast: a row cut anywhere is asked again, in test_regenerate.py
 def test_killed_at_random_points_it_ends_as_if_it_had_not_been(num_kills, num_rows, configured, tmp_path):
     fault = None

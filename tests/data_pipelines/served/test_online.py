@@ -286,7 +286,7 @@ def test_the_side_that_limits_is_named(side, fake, run_of, keys, monkeypatch, ca
         assert waited and int(waited[1]) > 30 and max(shares) > 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(folder_of, run_of, keys, tmp_path):
     run, port = run_of(num_rows=50), free_port()
     how = ["train.max_steps=60", "train.checkpoint_every=4", f"data.server=http://127.0.0.1:{port}"]
@@ -334,7 +334,7 @@ def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(f
     assert not list((tmp_path / "states").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("folder", ["states", None])
 def test_memory_is_flat_over_1000_rows(folder, fake, run_of, keys, tmp_path, monkeypatch):
     run, server, held, step = run_of("llama", HEADS["medusa"]), fake(folder), [], trainer.Loop.step

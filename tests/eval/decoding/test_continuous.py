@@ -113,7 +113,7 @@ def resident_mebibytes():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(
-    "seconds", [1, pytest.param(int(os.environ.get("HEADSTART_SOAK_SECONDS", 120)), marks=pytest.mark.slow)]
+    "seconds", [1, pytest.param(int(os.environ.get("HEADSTART_SOAK_SECONDS", 120)), marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(0)
 def test_a_soak_leaves_memory_flat_and_every_text_the_targets_own(seconds, saved_target):

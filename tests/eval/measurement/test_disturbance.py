@@ -138,7 +138,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores")
 def test_a_busy_process_on_the_same_core_moves_no_figure_unsaid(monkeypatch):
     """3 s on, 3 s off: the speedup is within 5 % of the quiet machine's, or is said to be disturbed."""

@@ -225,7 +225,7 @@ cli.main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kills_at_random_points_leave_the_report_as_it_would_be(saved_target, tmp_path):
     """kill -9 after random numbers of batches; both engines, a head's optimal tree, two suites, a prompt too long."""
     from headstart.heads.registry import save_head
