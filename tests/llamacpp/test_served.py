@@ -3,6 +3,7 @@ accepted in a round as in our engine."""
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ from headstart.scripts.target_command import KNOWN, fetch
 
 # LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end
 NUM_PROMPTS, LENGTH, K = 32, 21, 3
+DFLASH2: dict[str, Any] = {"num_depths": K, "sample_from_anchor": False, "markov_rank": 0, "start": "fitted"}
+DFLASH2 |= {"num_layers": 1, "conv_group_size": 16, "selector_rank": 64}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, cut vocabulary": ("eagle3", {"start": "fitted", "num_depths": K, "draft_vocab_size": 1024}),
     "eagle3, whole vocabulary": ("eagle3", {"start": "fitted", "num_depths": K}),
     "dspark": ("block", {"num_depths": K, "markov_rank": 64, "draft_vocab_size": 1024, "output": "own"}),
+    "dflash2": ("block", DFLASH2),
+    "dflash2 with a window": ("block", DFLASH2 | {"sliding_window": 16}),
     "the target as its own draft model": ("draft_lm", {"num_depths": K}),
 }
 LEAST = {
@@ -84,6 +89,15 @@ def draft_what_followed(head: BlockHead, answers: list[list[int]]) -> None:
         first[before] = 12 * second[head.vocabulary.to_draft[token]]
 
 
+def learn_by_heart(head: DraftHead, texts: list[DraftBatch]) -> None:
+    """Some steps on the answers themselves: untrained, DFlash2's convolutions and selector have no effect."""
+    optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=2e-3)
+    for batch in texts * 2:
+        head.loss(replace(batch, starts=head.training_starts(batch.loss_mask))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[int]]) -> Iterator[DraftBatch]:
     """Prompts and answers, for a start in closed form: without a step of training, drafts are accepted."""
     for prompt, answer in zip(suite.prompts, answers, strict=True):
@@ -110,6 +124,8 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
         draft_what_followed(head, answers)
     elif family != "draft_lm":
         head.begin_training(texts_of(target, head, suite, answers))
+    if options.get("selector_rank"):
+        learn_by_heart(head, list(texts_of(target, head, suite, answers)))
     save_head(head, tmp_path / "run" / "final")
     out, conversion = tmp_path / "out", Conversion(checkout, "f32", None if target_gguf.exists() else "f32")
     export_head(tmp_path / "run", out, to="llama.cpp", dtype="float32", conversion=conversion)

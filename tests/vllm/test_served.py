@@ -56,6 +56,8 @@ HEADS = {  # name: target, config, vLLM's method (none: the folder names it and 
     "dflash, fewer than trained": ("llama", DFLASH, "dflash", 2),
     "dflash of three layers": ("llama", DFLASH | {"num_layers": 3}, "dflash", 4),
     "dflash of qwen3": ("qwen3", DFLASH | {"output": "own", "draft_vocab_size": 60}, "dflash", 4),
+    "dflash with a window": ("llama", DFLASH | {"sliding_window": 8, "num_layers": 2}, "dflash", 4),
+    "eagle3 with a window": ("llama", {"type": "eagle3", "num_depths": 4, "sliding_window": 8}, "eagle3", 4),
     "dflash that serves itself": ("llama", DFLASH, None, 4),
     "eagle3 that serves itself": ("llama", {"type": "eagle3", "num_depths": 3}, None, 3),
     "p-eagle": ("llama", {"type": "eagle3", "num_depths": 4, "parallel": True}, "eagle3", 4),
