@@ -33,7 +33,7 @@ LATEST_NUMBER = 1e9 * MOST_YEARS * YEAR  # that time in nanoseconds; larger numb
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedChat:
     """An answered conversation of served traffic."""
 
     row: dict[str, Any]  # for training
@@ -56,14 +56,14 @@ class Served:
 class Traffic:
     """The contents of a file."""
 
-    rows: list[Served]
+    rows: list[ServedChat]
     unread: dict[str, int]  # number of rows that could not be read, by reason, most frequent first
     repeated: int  # rows left out because they equal another row or the beginning of one
 
 
 def read_traffic(path: str) -> Traffic:
     """Read a file of served traffic. Raises BadInput if none of its rows can be read."""
-    found: list[tuple[Served, Conversation]] = []
+    found: list[tuple[ServedChat, Conversation]] = []
     unread: dict[str, int] = {}
 
     def count(error: BadInput) -> None:
@@ -82,9 +82,9 @@ def read_traffic(path: str) -> Traffic:
     return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(found) - len(rows))
 
 
-def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
+def longest_only(found: list[tuple[ServedChat, Conversation]]) -> list[ServedChat]:
     """Each conversation once: logs have a row per turn, so rows that are the beginning of another row are left out."""
-    begun, kept = set[bytes](), dict[bytes, Served]()
+    begun, kept = set[bytes](), dict[bytes, ServedChat]()
     for _, conversation in found:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
         begun |= {digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
@@ -95,7 +95,7 @@ def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
     return list(kept.values())
 
 
-def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
+def served(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
     """Convert a row. Raises BadInput, naming the origin, if it has an unknown shape or no answer."""
     data = {key: value for key, value in data.items() if value is not None}
     request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
@@ -116,7 +116,7 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
     first = digest(conversation.prompt).hex()
     temperature = first_of(everything, ("temperature",), (int, float))
     domain = first_of(everything, DOMAIN_KEYS, (str,))
-    return Served(row, origin, first, domain, time_of(everything), temperature), conversation
+    return ServedChat(row, origin, first, domain, time_of(everything), temperature), conversation
 
 
 def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -243,7 +243,7 @@ def time_of(places: list[Any]) -> float | None:
     return value
 
 
-def written(rows: Iterable[Served]) -> str:
+def written(rows: Iterable[ServedChat]) -> str:
     """The text of a JSON Lines file with these rows, for training or as prompts."""
     lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -20,7 +20,7 @@ from ..configs.terminal import PlainConsole
 if TYPE_CHECKING:
     from ..eval.plan.budget import Budget
     from ..eval.plan.document import Plan, PlanConfig
-    from ..eval.plan.prediction import Cell, Recommendation
+    from ..eval.plan.prediction import Cell, RecommendedCell
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -254,7 +254,7 @@ def show_budget(planned: "Plan", console: Console) -> None:
         console.print(missed, highlight=False, soft_wrap=True)
 
 
-def proof_text(advice: "Recommendation") -> str:
+def proof_text(advice: "RecommendedCell") -> str:
     """The evidence for a recommendation: a confidence interval, or something weaker."""
     from ..eval.measurement.metrics import LEAST_TIMED
     from ..eval.report.one_result import counted_words

@@ -27,7 +27,7 @@ PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedValidation:
     """Greedy chains on texts that the target wrote in answer to `num_prompts` prompts: as decoded, and as taught."""
 
     num_prompts: int
@@ -41,7 +41,7 @@ class ValidationResult:
 
     num_draft_tokens: int
     taught: AcceptancePart
-    decoded: Decoded | None = None
+    decoded: DecodedValidation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As docs/run_folder.md has it."""
@@ -104,7 +104,7 @@ class Validation:
         if not self.num_prompts:
             return result
         parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
-        return replace(result, decoded=Decoded(self.num_prompts, *parts))
+        return replace(result, decoded=DecodedValidation(self.num_prompts, *parts))
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         return self.target.read_texts(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)

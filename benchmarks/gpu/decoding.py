@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from ...eval.decoding import engine as engine_module
-from ...eval.decoding.continuous import Asked, answer_continuously
+from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.engine import Engine
 from ...eval.decoding.loop import decode
@@ -175,7 +175,7 @@ class Workbench:
         """Tokens per second of answers by continuous batching, and of a baseline step at as many rows."""
         size, rows = self.size, cell.batch_size
         prompts = self.suite(cell, size.asked_per_row * rows).prompts
-        waiting = deque(Asked(str(number), prompt) for number, prompt in enumerate(prompts))
+        waiting = deque(WaitingPrompt(str(number), prompt) for number, prompt in enumerate(prompts))
         started = time.perf_counter()
         answers = answer_continuously(self.target, waiting, batch_size=rows, max_new_tokens=size.max_new_tokens)
         num_tokens = sum(len(answer) for _, answer in answers)

@@ -20,7 +20,7 @@ from ..storage.features import Reads
 from ..storage.quantise import pack
 from ..storage.samples import Sample
 from ..storage.shard_file import PackedStates, StoredSample
-from .asking import Answer, Served, StateServer
+from .asking import ServedStates, StateServer, StatesIdentity
 from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
 
 AT_ONCE = 32  # requests; batches that wait to be written, or trained on, limit them too
@@ -78,7 +78,7 @@ def layers_asked(target: Target, reads: Reads) -> list[int]:
     return sorted({*reads.layers, target.num_layers})
 
 
-def fields_of_served(served: Served) -> dict[str, Any]:
+def fields_of_served(served: StatesIdentity) -> dict[str, Any]:
     """What the manifest says beside `extract.fields_of`."""
     return {
         "engine": served.engine,
@@ -95,7 +95,7 @@ def label_of(output: Path, rank: int = 0) -> str:
 
 def check_server(
     server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None = None
-) -> Served:
+) -> StatesIdentity:
     """Ask for short rows and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
     log-probabilities that it gives tokens with those that our final norm and output layer give them.
 
@@ -129,7 +129,7 @@ def check_server(
 
 
 @torch.no_grad()
-def check_post_norm(answer: Answer, target: Target, where: str) -> None:
+def check_post_norm(answer: ServedStates, target: Target, where: str) -> None:
     """Raises BadInput if the target's own final norm and output layer make something else of the last layer's output
     than the server does."""
     last = answer.states[-1:, answer.served.layers.index(target.num_layers)]  # [1, D]

@@ -34,7 +34,7 @@ AHEAD = 2  # batches that may wait to be written
 Start = Callable[[Sequence[Sample]], Callable[[], list[StoredSample]]]
 
 
-class Reader:
+class StateReader:
     """Runs the target on batches of samples, asynchronously.
 
     `start` queues the work on the device and returns a function that waits for it and returns the samples with their
@@ -178,10 +178,10 @@ class Extraction:
 
         Args:
             on_tokens: called with the number of tokens of each shard, complete ones included.
-            start: gives the states of a batch, as `Reader.start`; None: the target in this process does.
+            start: gives the states of a batch, as `StateReader.start`; None: the target in this process does.
         """
         writer = ShardWriter(output, fields=self.fields)
-        start = start or Reader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
+        start = start or StateReader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
 
         def jobs() -> Iterator[Callable[[], None]]:
             for number, rows in list(enumerate(self.shards))[rank::num_ranks]:

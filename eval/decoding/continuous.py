@@ -21,7 +21,7 @@ COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for
 
 
 @dataclass(frozen=True)
-class Asked:
+class WaitingPrompt:
     """A prompt that waits for its answer. key: identifies the answer."""
 
     key: str
@@ -30,7 +30,7 @@ class Asked:
 
 def answer_continuously(
     target: Target,
-    waiting: deque[Asked],
+    waiting: deque[WaitingPrompt],
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -73,7 +73,7 @@ class _Pass:
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
         self.last_read: list[int] = []  # the prompt whose keys and values the reader holds
 
-    def run(self, waiting: deque[Asked]) -> Iterator[tuple[str, list[int]]]:
+    def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
         self.engine.compiles_layers &= most_rounds >= COMPILED_FROM
         while True:
@@ -89,14 +89,14 @@ class _Pass:
                 if key is not None and self.texts.ended[row]:
                     yield self._leave(row)
 
-    def _next(self, waiting: deque[Asked]) -> Asked | None:
+    def _next(self, waiting: deque[WaitingPrompt]) -> WaitingPrompt | None:
         for asked in waiting:
             if len(asked.prompt) <= self.longest:
                 waiting.remove(asked)
                 return asked
         return None
 
-    def _join(self, row: int, asked: Asked) -> None:
+    def _join(self, row: int, asked: WaitingPrompt) -> None:
         """Read a prompt by itself, and copy its keys, values, first token and the drafter's state into a row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
         # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache; the

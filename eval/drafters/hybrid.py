@@ -15,7 +15,7 @@ from .asking import Asking
 from .guessing import Chain, Guessing
 from .host import commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS
-from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
+from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
 from .suffix import Node, Path, Place, SuffixRow, SuffixTrie, dynamic_only, filled
 from .unread import Unread
 
@@ -121,7 +121,7 @@ class HybridDrafter(Drafter):
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
         self.reach = head.num_depths  # largest number of tokens requested from the head
-        self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        self.rates, self.guessed = LookupRates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
         self.asking = Asking()
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 

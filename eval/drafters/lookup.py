@@ -12,7 +12,7 @@ from ...configs.errors import BadInput
 from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
 from .host import RowText, TextDrafter, TextState
-from .rates import Rates
+from .rates import LookupRates
 from .suffix import SuffixRow, SuffixTrie, dynamic_only, filled
 
 ANSWERED_DRAFT_TOKENS = 7  # default K with answers to look up, as drafting costs nothing and only verifying does
@@ -88,7 +88,7 @@ class SuffixDrafter(TextDrafter):
             raise BadInput(f"suffixes of {max_depth} tokens in {max_nodes} nodes: expected at least 1 and 2")
         self.max_depth, self.max_nodes, self.answers = max_depth, max_nodes, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
-        self.rates = Rates()
+        self.rates = LookupRates()
         self.shared = self._new_trie(1) if is_shared else None
         if answers is not None:
             self.default_draft_tokens = ANSWERED_DRAFT_TOKENS

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...configs.errors import BadInput
 from ...heads.drafting import DynamicTree, Tree
 from .host import RowText
-from .rates import Rates
+from .rates import LookupRates
 
 Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
 
@@ -94,7 +94,7 @@ class SuffixRow(RowText):
     higher hit rate for its class of certainty wins.
     """
 
-    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: Rates):
+    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: LookupRates):
         self.own, self.answers, self.rates = own, answers, rates
         self.place = Place([0], [0])
 

@@ -12,7 +12,7 @@ from ..decoding.draft_setting import DraftSetting
 from ..suites.prompts import PromptSource
 from .batches import MeasuredBatch, timed_seconds
 from .metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
-from .result import BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
+from .result import BeyondTraining, DomainPart, RecordedTraining, VocabularyCoverage
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
@@ -112,17 +112,17 @@ def parts(
 # Comparison with the head's training
 
 
-def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> DraftVocabulary | None:
+def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> VocabularyCoverage | None:
     """Size of a head's cut vocabulary, and the share of the first repeat's new tokens in it; None if not cut."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None
     known = set(drafter.vocabulary.to_target.tolist())
     texts = (new for batch in batches for new in batch.drafted.runs[0].token_ids)
     inside = [token in known for new in texts for token in new]
-    return DraftVocabulary(len(known), round(sum(inside) / len(inside), 4) if inside else None)
+    return VocabularyCoverage(len(known), round(sum(inside) / len(inside), 4) if inside else None)
 
 
-def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence[int]]) -> float | None:
+def asked_as_trained(training: RecordedTraining | None, prompts: Sequence[Sequence[int]]) -> float | None:
     """The share of prompts that end with the tokens that ended all prompts in training; None if that is not known."""
     if training is None or training.prompt_ending is None or not prompts:
         return None
@@ -130,7 +130,9 @@ def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence
     return rounded(sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts))
 
 
-def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]) -> BeyondTraining | None:
+def beyond_training(
+    training: RecordedTraining | None, by_context: Mapping[str, AcceptancePart]
+) -> BeyondTraining | None:
     """Acceptance in contexts longer than any training row, compared with shorter ones.
 
     Args: by_context: of a result, split at the training length (`context_label`).

@@ -141,7 +141,7 @@ class TimedCell:
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
         # passes of each setting, in baseline steps beside them
         self.drafted: dict[DraftSetting, list[StepTime]] = {setting: [] for setting in settings}
-        self.decodings: dict[DraftSetting | None, Decoding] = {}
+        self.decodings: dict[DraftSetting | None, TimedRounds] = {}
 
     @torch.no_grad()
     def run(self, *, on_setting: Callable[[], object] = lambda: None, reads_again: bool = False) -> None:
@@ -174,7 +174,7 @@ class TimedCell:
         """A round of each setting."""
         return [median_of(passes).scaled(self.baseline.round_ms) for passes in self.drafted.values()]
 
-    def _decoding(self, setting: DraftSetting | None) -> "Decoding":
+    def _decoding(self, setting: DraftSetting | None) -> "TimedRounds":
         if setting not in self.decodings:
             draws = self.sampling is not None and self.sampling.temperature > 0
             engine = build_engine(
@@ -187,11 +187,11 @@ class TimedCell:
                 steps=self.steps,
                 generator=torch.Generator(self.target.device).manual_seed(0) if draws else None,
             )
-            self.decodings[setting] = Decoding(engine, self.rows, setting)
+            self.decodings[setting] = TimedRounds(engine, self.rows, setting)
         return self.decodings[setting]
 
 
-class Decoding:
+class TimedRounds:
     """An engine that has read prompts, and whose rounds can be timed repeatedly from that state.
 
     Drafters on the host keep the texts of earlier rounds: call `read` before timing them again.

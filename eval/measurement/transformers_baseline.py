@@ -32,7 +32,7 @@ Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tok
 
 
 @dataclass
-class Answers:
+class TimedAnswers:
     """What one side decoded, prompt by prompt."""
 
     seconds: list[float] = field(default_factory=list)  # of whole answers, prefill included, over all repeats
@@ -172,7 +172,7 @@ def interleave(
     *,
     on_prompt: Callable[[], object],
     kept: tuple[BatchStore, str] | None = None,
-) -> tuple[list[Answers], list[int], list[FailedPrompt]]:
+) -> tuple[list[TimedAnswers], list[int], list[FailedPrompt]]:
     """Time several ways to decode in turns, prompt by prompt after a warm-up, so that drifts of the machine affect all;
     the first one changes every time.
 
@@ -193,7 +193,7 @@ def interleave(
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
     warms_each = config.steps != "eager"
     done, failed = measure_parts(parts, time_part, warm_up, kept=kept, on_part=on_prompt, warms_each=warms_each)
-    sides = [Answers() for _ in ways]
+    sides = [TimedAnswers() for _ in ways]
     for record in done.values():
         for side, (seconds, new, num_forwards) in zip(sides, record["ways"], strict=True):
             side.seconds.append(seconds)
@@ -244,7 +244,13 @@ def are_of_a_length(lengths: Sequence[int]) -> bool:
 
 
 def result_of(
-    suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, engine: str, name: str
+    suite: Suite,
+    config: MeasureConfig,
+    sides: Sequence[TimedAnswers],
+    lossless: LosslessReport,
+    *,
+    engine: str,
+    name: str,
 ) -> Result:
     """Of another engine's decoding; timed are the prompts that all sides answered at about the same length.
 

@@ -165,7 +165,7 @@ def by_importance(settings: Sequence[DraftSetting]) -> list[DraftSetting]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class DecodedSample:
     """What is decoded of each setting, `rows` prompts at a time."""
 
     settings: list[DraftSetting]
@@ -173,7 +173,9 @@ class Sample:
     rows: int
 
 
-def fit_sample(settings: Sequence[DraftSetting], costs: Costs, *, seconds: float, tokens: int, rows: int) -> Sample:
+def fit_sample(
+    settings: Sequence[DraftSetting], costs: Costs, *, seconds: float, tokens: int, rows: int
+) -> DecodedSample:
     """As much of these settings, tokens and rows as fits: one batch at least, of the most important setting at least.
 
     Settings go first, down to half of them, then tokens, then more settings; and rows, as they are judged last.
@@ -192,11 +194,11 @@ def fit_sample(settings: Sequence[DraftSetting], costs: Costs, *, seconds: float
     kept = set(ranked[:number])
     while rows > 1 and not fits(number, rows, tokens):
         rows = (rows + 1) // 2
-    return Sample([setting for setting in settings if setting in kept], tokens, rows)
+    return DecodedSample([setting for setting in settings if setting in kept], tokens, rows)
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimingPlan:
     """Where rounds are timed, and how many in a pass."""
 
     batch_sizes: list[int]
@@ -206,11 +208,11 @@ class Timing:
 
 def fit_timing(
     batch_sizes: Sequence[int], contexts: Sequence[int], num_settings: int, costs: Costs, *, seconds: float, read: int
-) -> Timing:
+) -> TimingPlan:
     """As much as fits once: first fewer rounds, then the longest context only, then the middle batch sizes left out,
     then the largest. Args: read: tokens of the prompt that was probed."""
 
-    def one_pass(timing: Timing) -> float:
+    def one_pass(timing: TimingPlan) -> float:
         runs = [num_settings * costs.round(size) + (num_settings + 1) * costs.step(size) for size in timing.batch_sizes]
         cells = sum(runs) * len(timing.contexts) * (timing.num_rounds + 1)
         longer = sum(max(context / read, 1.0) for context in timing.contexts)
@@ -222,7 +224,7 @@ def fit_timing(
     places.append((sizes[:1], list(contexts[-1:])))
     most = step_times.NUM_ROUNDS
     numbers = sorted({most, min(4, most), min(2, most)}, reverse=True)
-    choices = [Timing(*place, number) for place in places for number in numbers]
+    choices = [TimingPlan(*place, number) for place in places for number in numbers]
     return next((timing for timing in choices if one_pass(timing) <= SAFETY * seconds), choices[-1])
 
 

@@ -100,7 +100,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class RecommendedCell:
     """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts, or
     shown to be where it was measured."""
 
@@ -226,7 +226,7 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
     return chosen
 
 
-def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
+def recommend(cells: Sequence[Cell]) -> list[RecommendedCell]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
     Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
@@ -242,7 +242,7 @@ def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
         fastest = max(cell.assured_speedup for cell in here)
         near = [cell for cell in here if cell.assured_speedup >= fastest * (1 - LEAST_GAIN)]
         best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
-        advice.append(Recommendation(best, fastest <= 1))
+        advice.append(RecommendedCell(best, fastest <= 1))
     return advice
 
 

@@ -32,7 +32,7 @@ SUMMARY_KEYS = ("drafter", "suite", "tree", "num_draft_tokens", "batch_size", "t
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class NamedReport:
     """A report under a short name, which no other evaluation of the comparison has."""
 
     name: str
@@ -50,9 +50,9 @@ class Evaluation:
         return {"evaluation": self.name, "target": asdict(self.report.target), "results": results}
 
 
-def read_evaluation(folder: Path, name: str) -> Evaluation:
+def read_evaluation(folder: Path, name: str) -> NamedReport:
     """Raises BadInput if the folder has no report of this schema version."""
-    return Evaluation(name, read_report(folder / "report.json"))
+    return NamedReport(name, read_report(folder / "report.json"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Standing:
     words: str
 
 
-def standings(evaluations: Sequence[Evaluation]) -> list[Standing]:
+def standings(evaluations: Sequence[NamedReport]) -> list[Standing]:
     """By suite, batch size and temperature."""
     measured = [(evaluation.name, result) for evaluation in evaluations for result in evaluation.results]
     kinds = grouped(measured, lambda item: (item[1].suite, item[1].batch_size, item[1].temperature))
@@ -125,7 +125,7 @@ def headline(ranks: Sequence[Standing]) -> str:
 # What keeps evaluations from being compared
 
 
-def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
+def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
     """What differs besides the heads, a sentence each: figures are not comparable, or only with care."""
     targets = {evaluation.name: asdict(evaluation.report.target) for evaluation in evaluations}
     environments = {evaluation.name: asdict(evaluation.report.environment) for evaluation in evaluations}

@@ -8,7 +8,7 @@ from operator import attrgetter, mul
 
 from ..measurement.environment import TargetInfo
 from ..measurement.metrics import AcceptancePart
-from ..measurement.result import Result, TrainingRecord
+from ..measurement.result import RecordedTraining, Result
 
 LOW_ACCEPTANCE = 0.5  # share of drafted positions that are accepted, below which acceptance counts as low
 LEAST_FALL = 0.1  # relative differences of acceptance_length below it are not worth a finding
@@ -33,9 +33,9 @@ class Case:
     target: TargetInfo | None = None
 
     @property
-    def trained(self) -> TrainingRecord:
+    def trained(self) -> RecordedTraining:
         """The record of the head's training; empty where there is none."""
-        return self.result.trained or TrainingRecord({})
+        return self.result.trained or RecordedTraining({})
 
     @property
     def alike(self) -> list[Result]:

@@ -57,7 +57,7 @@ def decodes_joined(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Decoded(NamedTuple):
+class DecoderOutput(NamedTuple):
     """The result of a decoder's forward."""
 
     post_norm: Tensor  # [B, Q, D]
@@ -102,7 +102,7 @@ class JoinedDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
-    ) -> Decoded:
+    ) -> DecoderOutput:
         """Read embedded tokens into the slots that `cache.seek` set.
 
         Args:
@@ -124,7 +124,7 @@ class JoinedDecoder:
                 keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
                 layer = self._compiled if is_round and self.compiles else decoder_layer
                 x = layer(x, weights, keys, values, shared, self.sizes)
-        return Decoded(rms_norm(x, self.final_norm, self.sizes.eps), kept)
+        return DecoderOutput(rms_norm(x, self.final_norm, self.sizes.eps), kept)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""

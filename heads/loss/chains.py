@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..nn.sight import Block, behind_window, blocks_of
-from .chunked import Plan, plan_gaps, plan_rows
+from .chunked import ChunkPlan, plan_gaps, plan_rows
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ChainStarts:
         oldest = torch.where(self.valid[..., 0], self.positions, self.positions.amax()).amin(0)  # [S]
         return behind_window(self.blocks, oldest.tolist(), window)
 
-    def plan(self, num_positions: int, *, size: int) -> Plan:
+    def plan(self, num_positions: int, *, size: int) -> ChunkPlan:
         """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.
 
         Depth k of the chain that starts at t is scored at position t + 1 + k. Rows are flattened: chain s of row b is

@@ -31,7 +31,7 @@ BYTES_PER_CHUNK = 20e9  # of GPU memory per CHUNK_ELSEWHERE logits, which take 1
 
 
 @dataclass
-class Plan:
+class ChunkPlan:
     """Which positions are scored together. Without `rows`, the positions of a chunk are sorted so that each depth
     scores the first `sizes` of them; with `rows`, for chains with gaps, it scores those listed there."""
 
@@ -60,7 +60,7 @@ def most_logits(device: torch.device) -> int:
     return min(CHUNK_ELSEWHERE << doublings, MOST_CHUNK)
 
 
-def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     """Chunks of `size` positions, for chains without gaps: a depth scores only positions that all smaller ones score.
 
     Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there.
@@ -74,10 +74,10 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     num_chunks = max(1, -(-len(positions) // size))  # one even without positions, to keep all parameters in the graph
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
-    return Plan(positions, chains[:, positions], totals.tolist(), size)
+    return ChunkPlan(positions, chains[:, positions], totals.tolist(), size)
 
 
-def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     """`plan_rows` for depths that may score any positions."""
     num_depths, positions = len(chains), is_scored.any(0).nonzero()[:, 0]  # [M]
     num_chunks = max(1, -(-len(positions) // size))
@@ -85,7 +85,7 @@ def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     totals = torch.bincount(depths * num_chunks + at // size, minlength=num_depths * num_chunks)
     parts = (at % size).split(totals.tolist())
     rows = [[parts[depth * num_chunks + i] for depth in range(num_depths)] for i in range(num_chunks)]
-    return Plan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
+    return ChunkPlan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
 
 
 class Scoring(torch.autograd.Function):
@@ -115,7 +115,7 @@ class Drafts:
     teacher_hidden: Tensor  # [P, D] the target's post-norm states, by position
     labels: Tensor  # [P] target ids
     weights: Tensor | None  # [P] of the labels; None: all 1
-    plan: Plan
+    plan: ChunkPlan
     parameters: Sequence[nn.Parameter] = ()  # all parameters that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig

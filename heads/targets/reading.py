@@ -22,7 +22,7 @@ from ...configs.errors import BadInput
 from .stored import StoredTensor
 
 
-class Reader:
+class WeightReader:
     """A checkpoint's tensors on their way into a model without weights."""
 
     def __init__(

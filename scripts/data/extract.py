@@ -59,12 +59,12 @@ def extract(
     from ...train.data import encode_into, held_by_main, on_main
     from ...train.launch import runs_on_cpu, start_accelerator
     from ...train.target import reads_of, why_built_with_layers, without_layers
-    from .extract_served import Engine
+    from .extract_served import ExtractEngine
     from .extract_served import clear as clear_served
 
     output = output.expanduser()
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
-    by = Engine(engine, server, vllm_python, vllm_flags)
+    by = ExtractEngine(engine, server, vllm_python, vllm_flags)
     run = load_inputs(config, overrides or ())
     launched = build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device})
     accelerator = start_accelerator(launched)

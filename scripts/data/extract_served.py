@@ -24,7 +24,7 @@ STATES, LOG = "states", "vllm.log"  # in the output, until the extraction is fin
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExtractEngine:
     """What reads the rows, as the command's options say. Raises BadInput if they contradict each other."""
 
     name: str

@@ -24,7 +24,7 @@ from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from .candidates import BATCH_SIZE
 from .clock import ANSWERS
 from .held_out import as_question, write_rows
-from .journal import Answers
+from .journal import AnswerCounts
 from .session import AutoRun
 from .steps import last_line
 
@@ -44,7 +44,7 @@ def end_of_answers(run: AutoRun) -> float:
     return run.clock.used + ANSWERS * run.settings.budget
 
 
-def answer(run: AutoRun) -> Answers:
+def answer(run: AutoRun) -> AnswerCounts:
     """The target answers prompts for its share of the time; the rows are written into the run's data/.
 
     A head learns more from several answers to a prompt than from reading one of them many times.
@@ -102,7 +102,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / "answers.jsonl").exists()
 
 
-def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
+def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
     """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
 
     Args:
@@ -140,7 +140,7 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
     usages = [row["usage"] for row in (*written, *again)]
     lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
     longest = max(lengths) + ENDING
-    return Answers(
+    return AnswerCounts(
         written=len(written),
         sampled=len(again),
         given=len(chats),
@@ -178,7 +178,7 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def question_of(row: dict[str, Any]) -> str:
-    """What an answered row was asked first, as `Asked.question`."""
+    """What an answered row was asked first, as `PromptRow.question`."""
     messages = row["messages"]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return as_question(messages[:first])

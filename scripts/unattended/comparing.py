@@ -11,7 +11,7 @@ from shlex import quote
 
 import torch
 
-from ...data_pipelines.traffic import Served
+from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval, rounded
 from ...heads.base import DraftHead
 from ...heads.folder import config_of, read_record, read_tensors, save_head
@@ -19,7 +19,7 @@ from ...heads.registry import head_class, start_head
 from ...heads.target import Target
 from .held_out import NEW, OLD, Keyed
 from .journal import Compared, Decision, DriftPart, Share
-from .reading import Reading
+from .reading import RowReading
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the way from the old head's weights to the trained ones
 KEPT = 0.995  # smallest ratio on old validation rows: a few rows alone cannot tell 1 % from nothing
@@ -64,7 +64,7 @@ def ready(head: DraftHead, target: Target) -> DraftHead:
     return head
 
 
-def share_of(share: float, rows: Keyed, readings: Iterable[Reading]) -> Share:
+def share_of(share: float, rows: Keyed, readings: Iterable[RowReading]) -> Share:
     """The journal's entry for a head that read the validation rows."""
     read = {reading.key: reading for reading in readings}
 
@@ -95,13 +95,13 @@ def best_share(shares: Sequence[Share]) -> float:
 # Drift and comparison
 
 
-def drift_of(name: str, rows: Keyed, readings: Mapping[str, Reading]) -> list[DriftPart]:
+def drift_of(name: str, rows: Keyed, readings: Mapping[str, RowReading]) -> list[DriftPart]:
     """Acceptance of the old head on all rows that were read, then by domain and week for rows that name one.
 
     Args: name: NEW or OLD. readings: by key, with the old head.
     """
     read = [(row, readings[key]) for key, row in rows.items() if key in readings]
-    groups: dict[tuple[str, str], list[Reading]] = {(ALL, ALL): [reading for _, reading in read]}
+    groups: dict[tuple[str, str], list[RowReading]] = {(ALL, ALL): [reading for _, reading in read]}
     for row, reading in read:
         if row.domain or row.week:
             groups.setdefault((row.domain or ALL, row.week or ALL), []).append(reading)
@@ -109,20 +109,22 @@ def drift_of(name: str, rows: Keyed, readings: Mapping[str, Reading]) -> list[Dr
     return [part_of(name, domain, week, group) for (domain, week), group in ordered if group]
 
 
-def part_of(name: str, domain: str, week: str, group: Sequence[Reading]) -> DriftPart:
+def part_of(name: str, domain: str, week: str, group: Sequence[RowReading]) -> DriftPart:
     """The journal's entry for a group of rows."""
     tokens = sum(reading.tokens for reading in group)
     covered = rounded(sum(reading.covered for reading in group) / tokens) if tokens else None
     return DriftPart(name, domain, week, len(group), tokens, length_of(group), covered)
 
 
-def length_of(readings: Sequence[Reading]) -> float | None:
+def length_of(readings: Sequence[RowReading]) -> float | None:
     """Tokens per round of all of them; None without a round."""
     rounds = sum(reading.rounds for reading in readings)
     return rounded(sum(reading.committed for reading in readings) / rounds) if rounds else None
 
 
-def compare(name: str, rows: Keyed, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> list[Compared]:
+def compare(
+    name: str, rows: Keyed, before: Mapping[str, RowReading], after: Mapping[str, RowReading]
+) -> list[Compared]:
     """Compares two heads on the rows that were read with both: on all of them, then by domain.
 
     Args: name: NEW or OLD. before, after: readings by key, with the old head and with the new one.
@@ -136,10 +138,10 @@ def compare(name: str, rows: Keyed, before: Mapping[str, Reading], after: Mappin
 def compared(
     name: str,
     domain: str,
-    rows: Mapping[str, Served],
+    rows: Mapping[str, ServedChat],
     keys: Sequence[str],
-    before: Mapping[str, Reading],
-    after: Mapping[str, Reading],
+    before: Mapping[str, RowReading],
+    after: Mapping[str, RowReading],
 ) -> Compared:
     """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike."""
     needed: dict[str, list[int]] = {}  # by conversation: forwards with the old head and with the new one

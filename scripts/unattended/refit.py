@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.traffic import Served, written
+from ...data_pipelines.traffic import ServedChat, written
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...heads.registry import start_head
 from .clock import READING
@@ -27,9 +27,9 @@ from .comparing import (
 )
 from .foreign import OwnAnswers, is_foreign, served_temperature
 from .held_out import NEW, OLD, Keyed, by_turns, mixed
-from .journal import Compared, Decision, DriftPart, Foreign, Found, Plan, Share
+from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan
 from .machine import measure_step
-from .reading import READINGS, Forward, Reader, Reading, RefitRun
+from .reading import READINGS, ReadBatch, RefitRun, RowReader, RowReading
 from .steps import last_line, start_seconds
 from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
 
@@ -113,7 +113,7 @@ def refuse_few(run: RefitRun) -> Decision | None:
     return Decision(False, STAYS, [f"{why} {more}"], [])
 
 
-def training_rows(run: RefitRun) -> tuple[list[Served], int]:
+def training_rows(run: RefitRun) -> tuple[list[ServedChat], int]:
     """The rows of the training, shuffled, and how many of them are new ones."""
     new, old = run.sides
     learnt = [[row for key, row in rows.items() if key not in run.validation] for rows in (run.own(new.rest), old.rest)]
@@ -121,7 +121,7 @@ def training_rows(run: RefitRun) -> tuple[list[Served], int]:
     return rows, len(learnt[0])
 
 
-def plan_training(run: RefitRun) -> Plan:
+def plan_training(run: RefitRun) -> TrainingPlan:
     """As many steps as there is time for; writes `row_seconds` and `head_seconds` into the journal.
 
     Raises: BadInput if there is too little time.
@@ -153,10 +153,10 @@ def plan_training(run: RefitRun) -> Plan:
     more = 0 if size is None else size - reader.head.num_drafted
     if more:
         run.say(f"  the head learns to draft {more} more tokens")
-    return Plan(steps, step, num_new, len(rows) - num_new, round(until, 1), size, more)
+    return TrainingPlan(steps, step, num_new, len(rows) - num_new, round(until, 1), size, more)
 
 
-def paces(reader: Reader, rows: Keyed) -> tuple[float, float]:
+def paces(reader: RowReader, rows: Keyed) -> tuple[float, float]:
     """Seconds in which target and head read a row, and those of the head alone. Args: rows: some, to time it."""
     began = time.monotonic()
     forwards = reader.forwards(rows)
@@ -165,7 +165,7 @@ def paces(reader: Reader, rows: Keyed) -> tuple[float, float]:
     return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
 
 
-def drafted_rows(reader: Reader, forwards: Sequence[Forward]) -> list[Reading]:
+def drafted_rows(reader: RowReader, forwards: Sequence[ReadBatch]) -> list[RowReading]:
     """The readings of all rows of some forwards."""
     return [reading for forward in forwards for reading in reader.drafted(forward)]
 

@@ -19,7 +19,7 @@ from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
 from .journal import AutoJournal, Journal, Machine
-from .steps import Runner, StepRecord
+from .steps import CommandRunner, StepRecord
 
 WEIGHTS = (".safetensors", ".gguf")  # files that are too large to read whole
 SAMPLED, SAMPLE_BYTES = 256, 4096  # parts of such a file
@@ -81,7 +81,7 @@ class Session(Generic[S, J]):
 
     def __post_init__(self) -> None:
         launcher = shlex.split(self.settings.launcher)
-        self.runner = Runner(self.folder / "logs", self.clock, self.stopping, launcher)
+        self.runner = CommandRunner(self.folder / "logs", self.clock, self.stopping, launcher)
 
     def say(self, text: str, *, seconds: float | None = None, command: str = "") -> None:
         """Print a line with the time used so far. Args: seconds: expected duration of what the line announces."""
@@ -111,7 +111,7 @@ class Session(Generic[S, J]):
             seconds: expected duration.
             until: second of the budget at which the command is stopped.
 
-        Raises: as `Runner.run`.
+        Raises: as `CommandRunner.run`.
         """
         self.say(what, seconds=seconds, command=self.runner.command_line(arguments))
         record = self.runner.run(name, arguments, until=until)

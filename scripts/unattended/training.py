@@ -24,7 +24,7 @@ from ...heads.fit import row_share
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED
-from .journal import Answers, Measured, Plan, Rung, Score
+from .journal import AnswerCounts, Measured, Rung, Score, TrainingPlan
 from .machine import predict
 from .session import AutoRun, RefitSettings, Settings
 from .steps import StepRecord
@@ -106,7 +106,7 @@ class Learner:
     run: AutoRun
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerCounts:
         assert self.run.journal.answers is not None
         return self.run.journal.answers
 
@@ -257,7 +257,9 @@ def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_
     return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
 
 
-def write_refit(folder: Path, settings: RefitSettings, config: HeadConfig, plan: Plan, *, validates: bool) -> None:
+def write_refit(
+    folder: Path, settings: RefitSettings, config: HeadConfig, plan: TrainingPlan, *, validates: bool
+) -> None:
     """Writes refit.yaml, the config of the training on the rows in data/. Args: validates: on rows there."""
     validating = {
         "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),

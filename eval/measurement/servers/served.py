@@ -19,7 +19,7 @@ from ..passes import measure_parts
 from ..result import SERVER, Result
 from ..resume import BatchStore, Record, kept_in
 from ..summary import unmeasured, with_speedup
-from .llama_server import Answer, LlamaServer, ServerFiles
+from .llama_server import LlamaServer, ServerAnswer, ServerFiles
 
 SWEPT = range(1, 8)  # values of K if none is given
 WARM_TOKENS = 8  # that a server started for one answer writes before it
@@ -32,11 +32,11 @@ def swept(files: ServerFiles) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswers:
     """A prompt's answers with the head and without it, one per repeat."""
 
-    drafted: list[Answer]
-    plain: list[Answer]
+    drafted: list[ServerAnswer]
+    plain: list[ServerAnswer]
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -45,12 +45,12 @@ class Served:
         return per_token * num_tokens, decode_seconds(self.drafted)
 
 
-def decoded(answers: Sequence[Answer]) -> int:
+def decoded(answers: Sequence[ServerAnswer]) -> int:
     """Number of tokens, without the first of each answer, which the prefill gives."""
     return sum(max(0, answer.num_tokens - 1) for answer in answers)
 
 
-def decode_seconds(answers: Sequence[Answer]) -> float:
+def decode_seconds(answers: Sequence[ServerAnswer]) -> float:
     return sum(answer.decode_ms for answer in answers) / 1000
 
 
@@ -100,7 +100,7 @@ def measure_served(
     return results
 
 
-def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: int) -> Answer:
+def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: int) -> ServerAnswer:
     """The answer of a server started for it: one that looks up keeps what it has seen, this prompt's earlier answers
     included."""
     with LlamaServer(command) as server:
@@ -114,7 +114,7 @@ def check_settings(config: MeasureConfig) -> None:
 
 
 def one_length(
-    sides: Sequence[Callable[..., Answer]],
+    sides: Sequence[Callable[..., ServerAnswer]],
     suite: Suite,
     config: MeasureConfig,
     name: str,
@@ -125,7 +125,7 @@ def one_length(
 ) -> Result:
     """Measure both sides, as `LlamaServer.answer` each, on all prompts at one K."""
 
-    def ask(prompt: list[int], which: int) -> Answer:
+    def ask(prompt: list[int], which: int) -> ServerAnswer:
         return sides[which](prompt, max_new_tokens=config.max_new_tokens)
 
     def warm_up(part: Suite) -> None:
@@ -141,12 +141,16 @@ def one_length(
 
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
     done, failed = measure_parts(parts, both, warm_up, kept=kept, on_part=on_prompt)
-    answers = [Served(*([Answer(**one) for one in side] for side in record["sides"])) for record in done.values()]
+    answers = [
+        ServedAnswers(*([ServerAnswer(**one) for one in side] for side in record["sides"])) for record in done.values()
+    ]
     suite = replace(suite.subset(list(done)), failed=[*suite.failed, *failed])
     return result_of(suite, config, answers, name=name, per_round=per_round)
 
 
-def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str, per_round: int) -> Result:
+def result_of(
+    suite: Suite, config: MeasureConfig, served: Sequence[ServedAnswers], *, name: str, per_round: int
+) -> Result:
     """A result with the figures that a server's counts allow, without those of single rounds and positions.
 
     Args: per_round: tokens drafted in every round; 0: varying.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...nn.layers import Rotary, Tables
 from ..cache import SlotCache
-from ..joined_decoder import Decoded, has_plain_products, is_known
+from ..joined_decoder import DecoderOutput, has_plain_products, is_known
 from ..layer_weights import LayerWeights
 from . import structs
 from .build import kernels, multiplies_bf16
@@ -202,7 +202,7 @@ class CpuDecoder:
         *,
         wanted: set[int],
         chooses: bool = False,
-    ) -> Decoded:
+    ) -> DecoderOutput:
         """As JoinedDecoder.read, except that without a mask each token sees the slots up to its own.
 
         Args: chooses: whether to compute `best` too.
@@ -218,7 +218,7 @@ class CpuDecoder:
             positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
         ends = {"final_norm": self.final_norm, "choice": choice}
         out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
-        return Decoded(out, kept, None if choice is None else choice.best)
+        return DecoderOutput(out, kept, None if choice is None else choice.best)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""

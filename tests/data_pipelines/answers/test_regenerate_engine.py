@@ -146,7 +146,7 @@ def test_stopped_within_a_batch_the_command_ends_the_same(temperature, command, 
         if progress.num_answered in (3, 6) and len(shown) > 1 and shown[-2] != shown[-1]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(data_regenerate.Bar, "show", stop)
+    monkeypatch.setattr(data_regenerate.AnswerProgress, "show", stop)
     for enough in (3, 6):
         with pytest.raises(KeyboardInterrupt):
             command(sampling, f"output={tmp_path / 'out'}")

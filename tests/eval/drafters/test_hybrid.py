@@ -12,7 +12,7 @@ from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, FIRST, Asking
 from headstart.eval.drafters.guessing import Guess
 from headstart.eval.drafters.hybrid import HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
-from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
+from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, filled
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
@@ -47,7 +47,8 @@ def head(target, head_type):
 
 def row_of(*text, latest=()):
     row = HybridRow(
-        SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), rates=Rates()), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), rates=LookupRates()),
+        HitRates(PROBABILITIES, PROBABILITY_RATES),
     )
     row.read_prompt(text)
     return row

@@ -16,8 +16,8 @@ from headstart.scripts.unattended.candidates import check_engine, find_candidate
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
 from headstart.scripts.unattended.evaluation import end_of_learning, planning_seconds, prompts_within
 from headstart.scripts.unattended.held_out import split_prompts
-from headstart.scripts.unattended.journal import Answers, Machine, Measured, RoundCost, Rung, Score, Split
-from headstart.scripts.unattended.machine import GENEROUS, Workload, busy_rows, predict
+from headstart.scripts.unattended.journal import AnswerCounts, Machine, Measured, RoundCost, Rung, Score, Split
+from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
     rung_seconds,
@@ -78,7 +78,7 @@ def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training(
 
 
 def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
-    work = Workload(1, 40, [1], 100)
+    work = TimedWorkload(1, 40, [1], 100)
 
     def step_ms(rows: int) -> float:
         return 10.0 + rows
@@ -108,7 +108,7 @@ def test_steps_fill_the_time_left_by_the_overhead():
     assert steps_in(105, Pace(step=0.5, overhead=5), validating=5) == (TRAINED * 100 - 5) / 0.5
 
 
-ANSWERS = Answers(
+ANSWERS = AnswerCounts(
     written=20,
     sampled=0,
     given=0,

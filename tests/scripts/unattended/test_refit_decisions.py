@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.traffic import Served, Traffic
+from headstart.data_pipelines.traffic import ServedChat, Traffic
 from headstart.eval.decoding import generate
 from headstart.scripts.unattended import reading
 from headstart.scripts.unattended.candidates import find_candidates
@@ -23,7 +23,7 @@ from headstart.scripts.unattended.foreign import (
 )
 from headstart.scripts.unattended.held_out import by_turns, mixed, split_traffic
 from headstart.scripts.unattended.journal import Compared
-from headstart.scripts.unattended.reading import Reading, keep, readings_in
+from headstart.scripts.unattended.reading import RowReading, keep, readings_in
 from headstart.scripts.unattended.training import (
     LEAST_STEPS,
     MOST_EPOCHS,
@@ -37,7 +37,7 @@ from headstart.scripts.unattended.training import (
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
     """count conversations of `of` rows each."""
-    return [Served({"messages": []}, f"logs:{i}", f"{prefix}{i % count}", domain=domain) for i in range(count * of)]
+    return [ServedChat({"messages": []}, f"logs:{i}", f"{prefix}{i % count}", domain=domain) for i in range(count * of)]
 
 
 def test_held_out_conversations_are_learnt_from_on_neither_side():
@@ -132,7 +132,7 @@ def test_a_row_that_says_its_temperature_is_tested_there():
 
 
 def readings(rounds, *, committed=20):
-    return {key: Reading(key, {}, 20, 19, count, committed) for key, count in rounds.items()}
+    return {key: RowReading(key, {}, 20, 19, count, committed) for key, count in rounds.items()}
 
 
 def test_heads_are_compared_by_conversation():
