@@ -46,7 +46,7 @@ class Comparison:
     extracted: list[Extracted]
 
 
-def compare(
+def compare_storages(
     survey: Survey, rates: dict[str, ExtractionRates], *, free_bytes: int, num_processes: int = 1
 ) -> Comparison:
     """Compare disk space and time, and compute after how many epochs extraction pays off.

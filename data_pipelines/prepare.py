@@ -22,7 +22,7 @@ from .filters import FilterConfig, reason_to_drop
 from .formats import one_line
 from .mixture import UNTIL
 from .parallel import ROWS_AT_A_TIME, in_order
-from .row_shapes import conversation_of, digest
+from .row_shapes import conversation_of, turns_digest
 from .sources import Row, iter_rows, read_sources
 
 COMMAND = "headstart data prepare"
@@ -207,12 +207,12 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
         line = (json.dumps(written | conversation.data, ensure_ascii=False, default=str) + "\n").encode()
     except UnicodeEncodeError:  # JSON can hold half of a surrogate pair; UTF-8 and tokenizers cannot
         return replace(judged, reason="half_character")
-    prompt = digest(conversation.prompt)
+    prompt = turns_digest(conversation.prompt)
     return replace(
         judged,
-        key=prompt if config.once == "prompt" else digest([*conversation.turns, ("tools", conversation.tools)]),
+        key=prompt if config.once == "prompt" else turns_digest([*conversation.turns, ("tools", conversation.tools)]),
         prompt=prompt,
-        question=digest(conversation.question) if config.exclude else b"",
+        question=turns_digest(conversation.question) if config.exclude else b"",
         line=line,
         num_turns=len(conversation.turns),
         num_characters=conversation.num_characters,
@@ -241,7 +241,7 @@ def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[b
     for row in iter_rows(specs) if specs else ():
         turns = row.data.get("turns")
         first = {"prompt": turns[0]} if isinstance(turns, list) and turns else row.data
-        questions.add(digest(conversation_of(replace(row, data=first)).question))
+        questions.add(turns_digest(conversation_of(replace(row, data=first)).question))
     return frozenset(questions)
 
 

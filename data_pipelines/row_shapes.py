@@ -55,10 +55,12 @@ class Conversation:
 
     def id(self, *more: object) -> str:
         """32 hex digits, equal only for equal turns, tools, and `more`."""
-        return digest([*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True).hex()
+        return turns_digest(
+            [*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True
+        ).hex()
 
 
-def digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
+def turns_digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
     """16 bytes of BLAKE2b over the turns. Not exact: ignoring case and white space."""
     hashed = blake2b(digest_size=16)
     for role, text in turns:

@@ -18,7 +18,7 @@ from ..configs.jsonl import iter_jsonl, loads, naming_faults
 from ..heads.chat.messages import Message, normalise
 from ..heads.chat.rows import VARIABLES
 from ..heads.chat.written_ids import KEY, as_entry, ids_in_response
-from .row_shapes import Conversation, conversation_of, digest
+from .row_shapes import Conversation, conversation_of, turns_digest
 from .sources import Row
 
 REQUEST_KEYS = ("request", "request_body", "body", "input")
@@ -72,7 +72,7 @@ def read_traffic(path: str) -> Traffic:
 
     for line, data in iter_jsonl(path, on_fault=count):
         try:
-            found.append(served(data, f"{path}:{line}"))
+            found.append(served_chat(data, f"{path}:{line}"))
         except BadInput as error:
             count(error)
     if not found:
@@ -87,15 +87,15 @@ def longest_only(found: list[tuple[ServedChat, Conversation]]) -> list[ServedCha
     begun, kept = set[bytes](), dict[bytes, ServedChat]()
     for _, conversation in found:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
-        begun |= {digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
+        begun |= {turns_digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
     for row, conversation in found:
-        whole = digest(conversation.turns, exact=True)
+        whole = turns_digest(conversation.turns, exact=True)
         if whole not in begun:
             kept.setdefault(whole, row)
     return list(kept.values())
 
 
-def served(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
+def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
     """Convert a row. Raises BadInput, naming the origin, if it has an unknown shape or no answer."""
     data = {key: value for key, value in data.items() if value is not None}
     request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
@@ -104,18 +104,18 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversati
     if isinstance(response, dict) and isinstance(response.get("body"), dict):  # OpenAI's batches
         response = response["body"]
         everything.append(response)
-    answer, reason = answer_of(response if response is not None else data, origin)
+    answer, reason = response_message(response if response is not None else data, origin)
     with naming_faults(data, origin):
         row = row_of(request, answer, origin)
-        row |= ids_of(data, response, row)
+        row |= entry_of_ids(data, response, row)
         if reason in CUT or data.get("truncated") is True:
             row["truncated"] = True
         conversation = conversation_of(Row(row, origin))
     if not any(text.strip() for text in conversation.answers):
         raise BadInput(f"{origin}: no answer in it")
-    first = digest(conversation.prompt).hex()
-    temperature = first_of(everything, ("temperature",), (int, float))
-    domain = first_of(everything, DOMAIN_KEYS, (str,))
+    first = turns_digest(conversation.prompt).hex()
+    temperature = first_value(everything, ("temperature",), (int, float))
+    domain = first_value(everything, DOMAIN_KEYS, (str,))
     return ServedChat(row, origin, first, domain, time_of(everything), temperature), conversation
 
 
@@ -138,7 +138,7 @@ def is_response(value: Any) -> bool:
     return bool(chunks) and all(isinstance(each, dict) and ({"choices", "body"} & each.keys()) for each in chunks)
 
 
-def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
+def response_message(response: Any, origin: str) -> tuple[Message | None, str | None]:
     """The assistant's message and its finish reason; the message is None if `response` is a chat that includes it.
 
     Raises: BadInput if there is no answer.
@@ -152,7 +152,7 @@ def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
     if isinstance(response, str):
         return {"role": "assistant", "content": response}, None
     if isinstance(response, list):
-        return joined([chunk for chunk in response if isinstance(chunk, dict)], origin)
+        return joined_chunks([chunk for chunk in response if isinstance(chunk, dict)], origin)
     if not isinstance(response, dict):
         raise BadInput(f"{origin}: no answer in it")
     choices = response.get("choices") or response.get("outputs")
@@ -171,7 +171,7 @@ def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
     return None, reason
 
 
-def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
+def joined_chunks(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
     """The chunks of a stream joined to one message (of the first choice), and its finish reason."""
     texts, traces, reason = [], [], None
     for chunk in chunks:
@@ -209,7 +209,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
     return {"prompt": prompt, "response": answer["content"]}
 
 
-def ids_of(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+def entry_of_ids(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of the ids that the target wrote: the row's own, or of a response that has them; else none."""
     if KEY in data:
         return {KEY: data[KEY]}
@@ -218,7 +218,7 @@ def ids_of(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> di
     return {} if ids is None else as_entry([(last, ids)])
 
 
-def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
+def first_value(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
     """The first value of one of `keys` that has one of the types `kinds`; also searched in `metadata`."""
     places = [place for place in places if isinstance(place, dict)]
     places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
@@ -228,7 +228,7 @@ def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) 
 
 def time_of(places: list[Any]) -> float | None:
     """The time in seconds since 1970, from a number (of seconds, milli-, micro- or nanoseconds) or from ISO 8601."""
-    value = first_of(places, TIME_KEYS, (int, float, str))
+    value = first_value(places, TIME_KEYS, (int, float, str))
     if isinstance(value, str):
         try:
             value = float(value) if value.replace(".", "", 1).isdigit() else datetime.fromisoformat(value)
@@ -243,7 +243,7 @@ def time_of(places: list[Any]) -> float | None:
     return value
 
 
-def written(rows: Iterable[ServedChat]) -> str:
+def as_json_lines(rows: Iterable[ServedChat]) -> str:
     """The text of a JSON Lines file with these rows, for training or as prompts."""
     lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

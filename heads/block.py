@@ -28,8 +28,16 @@ from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .export.block import BlockServing
 from .loss.chains import drawn_starts
-from .loss.functions import LossSpec, drafted_rows
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, beside, draft_block, through_layers, write_context
+from .loss.functions import LossSpec, output_layer_rows
+from .nn.block_layer import (
+    BlockLayer,
+    ConfidenceHead,
+    MarkovHead,
+    draft_block,
+    through_layers,
+    with_previous,
+    write_context,
+)
 from .nn.dflash2 import NUM_TAPS, CandidateSelector, only
 from .nn.kept import is_kept, layer_bytes
 from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys, window_keys
@@ -158,7 +166,7 @@ class BlockHead(DraftHead):
             self.norm.weight.copy_(target.final_norm_scale())
             if config.output == "own":
                 self.lm_head = nn.Linear(size, self.num_drafted, bias=False)
-                self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
+                self.lm_head.weight.copy_(output_layer_rows(target.output_layer, self.vocabulary)["weight"])
 
     def serving_config(self) -> dict[str, Any]:
         config, ids = self.config, [i - 1 for i in self.feature_layers]  # engines count layer outputs here
@@ -256,7 +264,7 @@ class BlockHead(DraftHead):
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):
             before = starts.take(batch.input_ids, offset=depth + 1)
-            yield beside(hidden[:, depth + self.first_slot], self.pairs, before)
+            yield with_previous(hidden[:, depth + self.first_slot], self.pairs, before)
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return hidden[..., : self.target.hidden_size]
@@ -356,4 +364,4 @@ class BlockHead(DraftHead):
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
         head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
-        return None if head is None else head(beside(state.hidden, self.markov_head, before)).float().sigmoid()
+        return None if head is None else head(with_previous(state.hidden, self.markov_head, before)).float().sigmoid()

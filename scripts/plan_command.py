@@ -140,7 +140,7 @@ def plan(
             kind = partial(ServedPlanner, files=files_served) if files_served else Planner
             planned = kind(loaded, chosen, traffic, config, name, bar=progress, budget=budget).plan()
         folder.record(settings)
-        write(loaded, planned, folder.path)
+        write_plan(loaded, planned, folder.path)
     show(planned, PlainConsole())
     print(f"written to {output / 'plan.json'}")
 
@@ -190,7 +190,7 @@ def planned_drafter(
     return name, SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens, inner=inner)
 
 
-def write(target: "Target", planned: "Plan", output: Path) -> None:
+def write_plan(target: "Target", planned: "Plan", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
     from ..configs.files import write_json
     from ..eval.measurement.environment import Environment, TargetInfo

@@ -32,7 +32,7 @@ from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, is_shards, read_manifest
-from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, draft_vocabulary
+from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, most_frequent
 from ..heads.base import DraftHead
 from ..heads.registry import start_vocabulary
 from ..heads.target import Target
@@ -212,7 +212,7 @@ def with_draft_vocabulary(
     if size is None:
         return run, None
     more = [token for token in always if token not in kept][: size - len(kept)]
-    ids = draft_vocabulary(counts, size=size, always=[*kept, *more])
+    ids = most_frequent(counts, size=size, always=[*kept, *more])
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
     return with_draft_size(run, size), ids
 

@@ -12,7 +12,7 @@ from ..data_pipelines.storage.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.decoding import generate
 from ..eval.decoding.replay import default_steps
-from ..eval.measurement.breakdown import part_of
+from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
@@ -139,7 +139,7 @@ class Validation:
         numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]
         total = self.backend.total(torch.tensor(numbers, device=self.backend.accelerator.device)).tolist()
         tried, taken = total[2 : 2 + self.num_draft], total[2 + self.num_draft :]
-        return part_of(Acceptance(total[0], total[1], tried, taken))
+        return acceptance_part(Acceptance(total[0], total[1], tried, taken))
 
 
 def prompt_of(sample: Sample) -> list[int]:

@@ -21,7 +21,7 @@ from ...heads.loading import config_hash
 from ...heads.target import Target
 from ..config import check_at_least_one, check_choice
 from ..parallel import read_ahead
-from .features import Reads, differing
+from .features import Reads, first_difference
 from .quantise import STORAGE, Packed, pack
 from .samples import Sample
 from .shard_file import PackedStates, StoredSample
@@ -152,7 +152,7 @@ class Extraction:
         masks = (stored.sample.loss_mask for stored in samples)
         size, dtype = target.hidden_size, config.storage_dtype
         sizes = [reads.row_bytes(mask, hidden_size=size, storage_dtype=dtype) for mask in masks]
-        self.shards, self.shard_sizes = cut(sizes, limit=config.shard_bytes)
+        self.shards, self.shard_sizes = cut_into_shards(sizes, limit=config.shard_bytes)
         self.num_bytes = sum(sizes)
 
     def check_disk(self, output: Path, *, free: Callable[[Path], int] | None = None) -> None:
@@ -215,7 +215,7 @@ class Extraction:
         yield lambda: writer.write(number, [stored[i] for i in range(len(samples))])
 
 
-def cut(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
+def cut_into_shards(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
     """Cut rows of these sizes in bytes into consecutive shards of at least `limit` bytes, except the last.
 
     Returns: the rows of each shard, and its bytes.
@@ -253,12 +253,12 @@ def is_finished(output: Path, fields: dict[str, Any], *, engine: str | None = No
         return False
     written = read_manifest(output).fields
     wanted = {key: value for key, value in fields.items() if key != "target"} | {"engine": engine}
-    if problem := differing(written, wanted):
+    if problem := first_difference(written, wanted):
         raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
     return True
 
 
-def clear(output: Path) -> None:
+def clear_unfinished(output: Path) -> None:
     """Remove files that only an unfinished extraction needs."""
     clear_progress(output)
     remove(output / TOKENS)

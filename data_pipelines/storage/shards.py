@@ -15,7 +15,7 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ...configs.files import remove, remove_unfinished, write_json
-from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_rows
+from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
 
 FORMAT = "headstart shards 1"
 MANIFEST, PROGRESS = "manifest.json", "progress"
@@ -100,7 +100,7 @@ class ShardWriter:
         """Write a whole shard. For several processes that write different shards of one folder."""
         path = self.folder / f"shard_{number:05d}.safetensors"
         dtypes = {key: self.fields.get(key) for key in ("dtype", "storage_dtype")}
-        entry = write_rows(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
+        entry = write_shard(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
         write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 

@@ -18,7 +18,7 @@ from ...heads.target import Target
 from ...heads.targets.prompts import read_prompts
 from .draft_setting import draft_length
 from .replay import Replay, Tensors, on_device
-from .sampling import Sampling, TokenHistory, choose
+from .sampling import Sampling, TokenHistory, choose_tokens
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 from .widths import Widths
 
@@ -219,7 +219,7 @@ class Engine:
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
             return target.best(states) if output.best is None else output.best
-        return choose(target.logits(states), sampling=sampling, history=history, generator=self.generator)
+        return choose_tokens(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
     def _draft(
         self,

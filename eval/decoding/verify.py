@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.decoders.tree_nodes import agreeing_paths
-from .sampling import Sampling, choose, sample, target_probs
+from .sampling import Sampling, choose_tokens, sample, target_probs
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Candidates(NamedTuple):
         """[B, S + 1] the target's own next token at the root and each node."""
         if self.read_best is not None:
             return self.read_best()
-        return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
+        return choose_tokens(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
 
 
 # Deterministic drafts
@@ -100,7 +100,7 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
     1: accept child x with its residual probability, else remove it and renormalise.
 
     Args:
-        chosen: [B, S + 1] the target's own next token at the root and each node, from `choose`.
+        chosen: [B, S + 1] the target's own next token at the root and each node, from `choose_tokens`.
         drafted: [B, S] tokens. parents: [B, S].
     """
     num_accepted, path, at = agreeing_paths(chosen, drafted, parents, depth=depth)
@@ -110,14 +110,14 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
 # Children sampled from the draft
 
 
-def normalised(weights: Tensor) -> Tensor:
+def as_probabilities(weights: Tensor) -> Tensor:
     """weights [B, V] scaled to sum 1; rows of zeros stay zero."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def without(draft: Tensor, token: Tensor) -> Tensor:
     """The distribution [B, V] that the next sibling was drawn from, without the drawn token [B, 1]."""
-    return normalised(draft.scatter(1, token, 0.0))
+    return as_probabilities(draft.scatter(1, token, 0.0))
 
 
 def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
     rest = (residual - draft).clamp_min(0)
     struck = residual.scatter(1, token, 0.0)
     rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, struck)
-    return normalised(torch.where(rest.sum(1, keepdim=True) > 0, rest, residual))
+    return as_probabilities(torch.where(rest.sum(1, keepdim=True) > 0, rest, residual))
 
 
 def accept_sampled(

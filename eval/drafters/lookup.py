@@ -13,7 +13,7 @@ from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
 from .host import RowText, TextDrafter, TextState
 from .rates import LookupRates
-from .suffix import SuffixRow, SuffixTrie, dynamic_only, filled
+from .suffix import SuffixRow, SuffixTrie, dynamic_only, padded_tree
 
 ANSWERED_DRAFT_TOKENS = 7  # default K with answers to look up, as drafting costs nothing and only verifying does
 
@@ -104,7 +104,7 @@ class SuffixDrafter(TextDrafter):
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         tree = dynamic_only(tree)
         paths = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
-        tokens, parents = zip(*(filled(each, tree) for each in paths), strict=True)
+        tokens, parents = zip(*(padded_tree(each, tree) for each in paths), strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:

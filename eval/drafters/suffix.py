@@ -178,7 +178,7 @@ def depth_first(paths: Iterable[Path]) -> list[Path]:
     return ordered
 
 
-def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
+def padded_tree(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
     """Tokens and parents of a tree's nodes, padded to tree.num_nodes with the first node's token below the root."""
     index = {path: i for i, path in enumerate(paths)}
     num_left = tree.num_nodes - len(paths)

@@ -38,10 +38,10 @@ def acceptance_by(
                 counted = counts.setdefault(label_at(num_committed), Acceptance.nothing(num_draft_tokens))
                 counted.add(*row_counts(done)[row])
                 num_committed += done.num_committed[row]
-    return {name: part_of(counted) for name, counted in counts.items()}
+    return {name: acceptance_part(counted) for name, counted in counts.items()}
 
 
-def part_of(counted: Acceptance) -> AcceptancePart:
+def acceptance_part(counted: Acceptance) -> AcceptancePart:
     """Counts as the report's figures."""
     return AcceptancePart(counted.num_rounds, rounded(counted.length), [rounded(rate) for rate in counted.rate])
 
@@ -104,7 +104,7 @@ def parts(
     for name, num_prompts in Counter(of_prompt.values()).items():
         seconds = timed_seconds(batch for batch, own in zip(batches, names, strict=True) if set(own) == {name})
         speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])
-        part = counted.get(name) or part_of(Acceptance.nothing(num_draft_tokens))
+        part = counted.get(name) or acceptance_part(Acceptance.nothing(num_draft_tokens))
         found[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
     return found
 
@@ -112,7 +112,7 @@ def parts(
 # Comparison with the head's training
 
 
-def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> VocabularyCoverage | None:
+def vocabulary_coverage(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> VocabularyCoverage | None:
     """Size of a head's cut vocabulary, and the share of the first repeat's new tokens in it; None if not cut."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None

@@ -16,7 +16,7 @@ from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
 from .proof.baseline import check_baseline
 from .result import ENGINE
-from .resume import BatchStore, Record, generations_from, record_of, settings_key
+from .resume import BatchStore, Record, generations_from, record_generations, settings_key
 from .runner import Contender, Runner
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
@@ -79,7 +79,7 @@ class Sides:
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
         self.most_again -= num_again > 0
         return {
-            "sides": [None if isinstance(side, Exception) else record_of(side.runs) for side in sides],
+            "sides": [None if isinstance(side, Exception) else record_generations(side.runs) for side in sides],
             "others": [None if isinstance(side, Exception) else side.others for side in sides],
             "num_again": num_again,
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
@@ -195,7 +195,7 @@ def all_sides(
     sides = [Side() for _ in runners]
     errors: dict[int, Exception] = {}
     for repeat in range(config.num_repeats):
-        seed, first = seed_of(config.seed, number, repeat), (number + repeat) % len(runners)
+        seed, first = pass_seed(config.seed, number, repeat), (number + repeat) % len(runners)
         for i, turn in enumerate(decode_by_turns(runners, prompts, seed, first=first)):
             if turn.error is not None or turn.decoding is None:
                 errors.setdefault(i, turn.error or RuntimeError("nothing was decoded"))
@@ -226,6 +226,6 @@ def num_disturbed(sides: Sequence[Side | Exception]) -> int:
     return sum(sum(map(bool, passes_disturbed(side, plain))) for side in drafted)
 
 
-def seed_of(seed: int, batch: int, repeat: int) -> int:
+def pass_seed(seed: int, batch: int, repeat: int) -> int:
     """The sampling seed of a pass: different for each batch and repeat, the same in every measurement."""
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])

@@ -136,8 +136,8 @@ class TimedCell:
         """Args: as those of `measure_step_times`. drafter: None without settings."""
         self.target, self.drafter, self.settings = target, drafter, list(settings)
         self.sampling, self.steps, self.num_rounds = sampling, steps, num_rounds or NUM_ROUNDS
-        self.rows = [cut(text, row * context, context) for row in range(batch_size)]
-        self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
+        self.rows = [repeated_text(text, row * context, context) for row in range(batch_size)]
+        self.max_length = context + max(map(most_new_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
         # passes of each setting, in baseline steps beside them
         self.drafted: dict[DraftSetting, list[StepTime]] = {setting: [] for setting in settings}
@@ -233,24 +233,24 @@ class TimedRounds:
         )
 
     def _texts(self) -> Texts:
-        return Texts(self.rows, most_tokens(self.setting), Stop(frozenset()))
+        return Texts(self.rows, most_new_tokens(self.setting), Stop(frozenset()))
 
 
-def most_tokens(setting: DraftSetting | None) -> int:
+def most_new_tokens(setting: DraftSetting | None) -> int:
     """New tokens that the timed rounds of a setting may commit."""
     return (NUM_ROUNDS + 2) * (1 + (setting.num_draft_tokens if setting else 0))
 
 
 def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
     """Raises BadInput if the longest context and its timed rounds exceed what the target reads."""
-    longest, most = max(contexts), max(map(most_tokens, settings), default=NUM_ROUNDS)
+    longest, most = max(contexts), max(map(most_new_tokens, settings), default=NUM_ROUNDS)
     if longest + most > target.max_positions:
         raise BadInput(
             f"context {longest}: with {most} tokens for timed rounds it exceeds the target's {target.max_positions}"
         )
 
 
-def cut(text: Sequence[int], start: int, length: int) -> list[int]:
+def repeated_text(text: Sequence[int], start: int, length: int) -> list[int]:
     """`length` tokens of a text from a position on, repeating the text from its start."""
     return [text[(start + i) % len(text)] for i in range(length)]
 

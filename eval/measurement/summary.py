@@ -20,9 +20,9 @@ from .breakdown import (
     by_domain,
     by_turn,
     context_label,
-    draft_vocabulary,
     segment_label,
     teacher_forced_length,
+    vocabulary_coverage,
 )
 from .config import MeasureConfig
 from .disturbance import disturbance, step_medians
@@ -119,7 +119,7 @@ def result_of(
         with_figures(empty, target, batches),
         step_medians=step_medians(batches, num_draft_tokens=length),
         disturbance=disturbance(batches),
-        draft_vocabulary=draft_vocabulary(drafter, batches),
+        draft_vocabulary=vocabulary_coverage(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),

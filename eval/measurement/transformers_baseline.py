@@ -71,7 +71,7 @@ def compare_transformers(
     config = comparable(config, drafter)
     kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
     theirs = their_decoding(target, drafter, config)
-    return beside(
+    return time_beside(
         theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
     )
 
@@ -87,7 +87,7 @@ def comparable(config: MeasureConfig, drafter: Drafter | None) -> MeasureConfig:
     )
 
 
-def beside(
+def time_beside(
     their_way: AbstractContextManager[Decode],
     target: Target,
     drafter: Drafter | None,
@@ -104,7 +104,7 @@ def beside(
         drafter.leave_out(suite.prompts, suite.questions)
     with their_way as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
-        sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
+        sides, done, failed = decode_in_turns(ways, suite, config, on_prompt=on_prompt, kept=kept)
     suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
     lossless = text_check(target, drafter, suite, config, sides[0].texts, sides[-1].texts)
     return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, engine=engine, name=name)
@@ -165,7 +165,7 @@ def their_decoding(target: Target, drafter: Drafter | None, config: MeasureConfi
         yield run
 
 
-def interleave(
+def decode_in_turns(
     ways: Sequence[Decode],
     suite: Suite,
     config: MeasureConfig,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ...heads.base import DraftHead
 from ...heads.drafting import DynamicTree, StaticTree
 from ..decoding.draft_setting import DraftSetting
-from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
+from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend_cells, steady_speedup
 
 
 class ScheduleRange(NamedTuple):
@@ -22,12 +22,12 @@ def measured_lengths(cells: Sequence[Cell]) -> dict[int, int]:
     chains = [cell for cell in cells if cell.measured_speedup and cell.setting.tree is None]
     return {
         advice.cell.batch_size: 0 if advice.is_off else advice.cell.setting.num_draft_tokens
-        for advice in recommend(chains)
+        for advice in recommend_cells(chains)
         if advice.cell.load == "prompts"
     }
 
 
-def schedule(
+def schedule_for_vllm(
     accepted: Sequence[Accepted],
     times: StepTimes,
     *,

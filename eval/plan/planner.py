@@ -13,14 +13,14 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting, chains
-from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
+from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_new_tokens
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite
 from .accepting import accepted_within, named_trees
 from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
 from .checking import measured_cells
 from .document import DEFAULT_TREES, Plan, PlanConfig
-from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
+from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
 from .machine_profile import times_on
 from .prediction import (
     Accepted,
@@ -28,8 +28,8 @@ from .prediction import (
     StepTimes,
     Workload,
     errors,
-    predict,
-    recommend,
+    predict_cells,
+    recommend_cells,
     shortlist,
 )
 
@@ -81,13 +81,15 @@ class Planner:
         times: StepTimes = StepTable(tuple(measured))
         if machine:
             times = times_on(machine, self.target, self.drafter, settings)
-        cells = predict(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
+        cells = predict_cells(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
         if machine is None:
             cells = self.check(cells)
-        advice = recommend(cells)
+        advice = recommend_cells(cells)
         budget, head = self.budget, self.drafter if isinstance(self.drafter, DraftHead) else None
         most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
-        ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
+        ranges = schedule_for_vllm(
+            accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells)
+        )
         return Plan(
             drafter=self.name,
             suite=self.suite.name,
@@ -172,12 +174,12 @@ class Planner:
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Step times of this machine. Chains between the measured ones are left to the table."""
         settings = [each.setting for each in accepted]
-        timed = spread([setting for setting in settings if setting.tree is None])
+        timed = at_doublings([setting for setting in settings if setting.tree is None])
         timed += [setting for setting in settings if setting.tree]
         sizes = sorted(self.config.batch_sizes)
         spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
-        room = self.target.max_positions - max(map(most_tokens, timed))
+        room = self.target.max_positions - max(map(most_new_tokens, timed))
         contexts = sorted({min(first, room), min(last, room), *self.config.contexts})
         left, read = self.budget.room("step times"), max(self.workload.prompt_lengths)
         timing = fit_timing(sizes, contexts, len(timed), self.costs, seconds=left, read=read)
@@ -228,7 +230,7 @@ def is_shaped(tree: str) -> bool:
     return tree.partition(":")[0] in SHAPED_TREES
 
 
-def spread(chains: Sequence[DraftSetting]) -> list[DraftSetting]:
+def at_doublings(chains: Sequence[DraftSetting]) -> list[DraftSetting]:
     """Of chains the shortest, the longest, and one at every doubling between them."""
     ends = {chain.num_draft_tokens for chain in (*chains[:1], *chains[-1:])}
     return [chain for chain in chains if chain.num_draft_tokens in ends or chain.num_draft_tokens.bit_count() == 1]

@@ -17,7 +17,7 @@ from ..measurement.step_times import StepTime
 from .accepting import evenly
 from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
-from .planner import Planner, spread
+from .planner import Planner, at_doublings
 from .prediction import MOST_FINALISTS, Accepted, Cell, shortlist
 
 
@@ -50,7 +50,7 @@ class ServedPlanner(Planner):
         """Of as many prompts and tokens as every stage has time for: a prediction is for those that check it."""
         checked = {"all": len(settings), "advice": MOST_FINALISTS, "none": 0}[self.config.check]
         runs = 2 * self.config.measure.num_repeats * checked
-        stages = {"acceptance": len(settings), "step times": 2 * len(spread(settings)), "check": runs}
+        stages = {"acceptance": len(settings), "step times": 2 * len(at_doublings(settings)), "check": runs}
         begins, answers = self.budget.used, math.inf  # answers: of full length, per setting
         for stage, number in stages.items():
             room = ENDS[stage] * self.budget.seconds - begins
@@ -69,7 +69,7 @@ class ServedPlanner(Planner):
 
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
-        timed = spread([each.setting for each in accepted])
+        timed = at_doublings([each.setting for each in accepted])
         results = self.serve(timed, repeats=1)
         bases = [result.baseline_time_per_output_token_ms or 0.0 for result in results]
         if not all(bases) or not all(result.num_rounds for result in results):

@@ -129,8 +129,8 @@ def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
     """What differs besides the heads, a sentence each: figures are not comparable, or only with care."""
     targets = {evaluation.name: asdict(evaluation.report.target) for evaluation in evaluations}
     environments = {evaluation.name: asdict(evaluation.report.environment) for evaluation in evaluations}
-    lines = [line for key in TARGET_KEYS for line in differing(f"target {key}", key, targets)]
-    lines += [line for key in ENVIRONMENT_KEYS for line in differing(key, key, environments)]
+    lines = [line for key in TARGET_KEYS for line in difference_in_words(f"target {key}", key, targets)]
+    lines += [line for key in ENVIRONMENT_KEYS for line in difference_in_words(key, key, environments)]
     by_name = {evaluation.name: evaluation.results for evaluation in evaluations}
     for suite in dict.fromkeys(result.suite for results in by_name.values() for result in results):
         on_suite = {name: [result for result in results if result.suite == suite] for name, results in by_name.items()}
@@ -138,7 +138,7 @@ def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
         if lacking := [name for name in by_name if name not in measured]:
             lines.append(f"suite {suite}: not measured in {', '.join(lacking)}")
         settings = {name: settings_of(results) for name, results in measured.items()}
-        lines += [line for key in SUITE_KEYS for line in differing(f"{key} on {suite}", key, settings)]
+        lines += [line for key in SUITE_KEYS for line in difference_in_words(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
     if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < LEAST_TIMED for r in results)}):
         lines.append(
@@ -153,7 +153,7 @@ def settings_of(results: Sequence[Result]) -> dict[str, str]:
     return {key: ", ".join(dict.fromkeys(str(entry[key]) for entry in entries)) for key in SUITE_KEYS}
 
 
-def differing(what: str, key: str, sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def difference_in_words(what: str, key: str, sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A sentence where evaluations have different values of a key, else nothing."""
     values = {name: str(side[key]) for name, side in sides.items()}
     if len(set(values.values())) < 2:

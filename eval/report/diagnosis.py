@@ -5,7 +5,7 @@ Each rule is a pure function of a case that finds one cause, or None. Here are t
 
 from ..measurement.result import Timing
 from .acceptance_causes import ACCEPTANCE_RULES
-from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, length_of, tokens
+from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, sortable_length, tokens
 from .one_result import interval_of, speedup_words
 
 LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
@@ -72,7 +72,7 @@ def tree_too_wide(case: Case) -> Finding | None:
     interval, chain_interval = interval_of(result), interval_of(chain)
     if interval is None or chain_interval is None or interval[1] >= chain_interval[0]:
         return None
-    if length_of(result) <= length_of(chain):
+    if sortable_length(result) <= sortable_length(chain):
         return None
     ours, theirs = (
         f"{tokens(each)}, drafts {each.timing.draft_ms:.2f} ms, verifies {each.timing.verify_ms:.2f} ms, "

@@ -112,10 +112,10 @@ def validated(case: Case) -> AcceptancePart | None:
     """
     validation = case.trained.validation
     parts = (validation, validation.decoded) if validation else ()
-    return min((part for part in parts if part and part.acceptance_length), key=length_of, default=None)
+    return min((part for part in parts if part and part.acceptance_length), key=sortable_length, default=None)
 
 
-def length_of(part: Accepted) -> float:
+def sortable_length(part: Accepted) -> float:
     """An acceptance_length, to sort by."""
     return part.acceptance_length or 0.0
 

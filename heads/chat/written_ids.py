@@ -78,7 +78,7 @@ def ids_in_response(data: Mapping[str, Any]) -> AnswerIds | None:
     return AnswerIds(prompt, new) if is_whole and prompt and new else None
 
 
-def written(
+def written_sequences(
     row: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,

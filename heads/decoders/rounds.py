@@ -121,12 +121,12 @@ def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Call
             keep_current(layer, cache, i + 1 if cache.reads_round else 0)
         if not isinstance(parts[0], tuple):
             return torch.cat(parts, 1)
-        return tuple(map(joined, zip(*parts, strict=True)))
+        return tuple(map(joined_tokens, zip(*parts, strict=True)))
 
     return forward
 
 
-def joined(values: tuple[Any, ...]) -> Any:
+def joined_tokens(values: tuple[Any, ...]) -> Any:
     """What single tokens gave, [B, 1, ...] each, as of all tokens; of other values, as states, the last one."""
     is_by_token = isinstance(values[0], Tensor) and values[0].ndim > 1 and values[0].shape[1] == 1
     return torch.cat(values, 1) if is_by_token else values[-1]

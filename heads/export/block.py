@@ -14,15 +14,24 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..nn.dflash2 import NUM_TAPS
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config, window_of, window_problems
+from .contracts import (
+    SIZES,
+    Contract,
+    llama_keys,
+    llama_layer_shapes,
+    sizes_of,
+    trained_config,
+    vllm_window,
+    window_problems,
+)
 from .folder import bare_embedding, write_config, write_tensors
 from .gguf_contract import (
     MASK_TOKEN,
+    check_target_layers,
     drafted_vocabulary,
-    feature_layers,
     flag,
     gguf_sizes,
-    head_size,
+    head_dim_of,
     layer_keys,
     layer_shapes,
 )
@@ -165,7 +174,7 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
     """Report flags for which engines have other defaults."""
-    window, slots = window_of(config), config.get("block_size")
+    window, slots = vllm_window(config), config.get("block_size")
     contract.report("layer_types" not in config, "layer_types: missing; engines' defaults differ")
     is_narrow = type(window) is int and type(slots) is int and window < slots
     contract.report(is_narrow, f"sliding_window: {window}, expected at least the {slots} slots of a block")
@@ -230,7 +239,7 @@ def tensors_of(
         "norm.weight": (hidden,),
     }
     for i in range(sizes["num_hidden_layers"]):
-        shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=NORMS)
+        shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=NORMS)
         shapes |= {f"layers.{i}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     if config.get("architectures") == [DSPARK]:
         contract.report(not rank, "markov_rank: expected a count; engines load this class with a Markov head only")
@@ -283,7 +292,7 @@ def gguf_contract(file: GgufFile) -> Contract:
     rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
     contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
     sizes = gguf_sizes(file, contract)
-    feature_layers(file, contract)
+    check_target_layers(file, contract)
     layer_keys(file, contract)
     flag(file, contract, "attention.causal", allowed=(False,))
     if rank:
@@ -295,7 +304,7 @@ def gguf_contract(file: GgufFile) -> Contract:
     contract.report(outside, f"{MASK_TOKEN}: {token!r}, expected 0 to {num_tokens - 1}")
     if sizes is None or contract.problems:
         return contract
-    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_size(file, sizes)
+    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_dim_of(file, sizes)
     contract.shapes = {"fc.weight": (hidden, len(file.own("target_layers")) * hidden)}
     contract.shapes["enc.output_norm.weight"] = (hidden,)
     for i in range(sizes["block_count"]):

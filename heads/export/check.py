@@ -90,7 +90,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = ""
     word = None if for_llamacpp else switching_word(folder.absolute(), family)
     if word is not None:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
-    problems += compared(contract, stored) + dtype_problems(contract, config, stored)
+    problems += shape_problems(contract, stored) + dtype_problems(contract, config, stored)
     return Checked(contract.layout, problems + value_problems(contract, stored, config))
 
 
@@ -121,7 +121,7 @@ def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
     return next((family for family in in_order if served[family].recognises(config, stored)), None)
 
 
-def compared(contract: Contract, stored: TensorFiles) -> list[str]:
+def shape_problems(contract: Contract, stored: TensorFiles) -> list[str]:
     """Tensors that are missing, of another shape, or should not be there."""
     if not contract.shapes or not stored.shapes:
         return []

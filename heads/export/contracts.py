@@ -74,7 +74,7 @@ def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return config.get(PROVENANCE, config.get("headstart", {})).get("head", {})
 
 
-def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
+def llama_layer_shapes(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
     """Tensor shapes of a Llama layer without biases, whose attention reads in_size channels."""
     hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     wide, narrow = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
@@ -113,7 +113,7 @@ def llama_keys(config: Mapping[str, Any], contract: Contract, *, model_type: str
         contract.report(key in rope or key in scaling or key in config, f"{key}: {why}")
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
+def vllm_window(config: Mapping[str, Any]) -> int | None:
     """The window that vLLM reads, in tokens; None: it sees all positions."""
     layer = config.get("transformer_layer_config") or config
     return layer.get("sliding_window") if SLIDING in (layer.get("layer_types") or ()) else None
@@ -126,7 +126,7 @@ def window_problems(config: Mapping[str, Any], *, in_sglang: str, to: str) -> li
     is false. Source: the code of both (llama.py, llama_eagle3.py, qwen3_dflash.py, flash_attn.py; dflash.py), not run.
     """
     layer, problems = config.get("transformer_layer_config") or config, list[str]()
-    kinds, window, read = layer.get("layer_types"), layer.get("sliding_window"), window_of(config)
+    kinds, window, read = layer.get("layer_types"), layer.get("sliding_window"), vllm_window(config)
     num_layers = layer.get("num_hidden_layers")
     if kinds not in (None, [FULL] * (num_layers or 0), [SLIDING] * (num_layers or 0)):
         problems.append(f"layer_types: {kinds}: expected one kind, {FULL} or {SLIDING}, for all {num_layers} layers")

@@ -46,14 +46,14 @@ def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:
         contract.report(not file.own(key), f"{file.architecture}.{key}: {default}")
 
 
-def head_size(file: GgufFile, sizes: Mapping[str, int]) -> int:
+def head_dim_of(file: GgufFile, sizes: Mapping[str, int]) -> int:
     """H, the head dimension."""
     return file.own("attention.key_length") or sizes["embedding_length"] // sizes["attention.head_count"]
 
 
 def layer_shapes(file: GgufFile, sizes: Mapping[str, int], contract: Contract, *, place: str, read: int) -> Shapes:
     """Shapes of a decoder layer whose attention reads `read` channels."""
-    hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_size(file, sizes)
+    hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_dim_of(file, sizes)
     wide, narrow = (sizes[f"attention.{key}"] * head_dim for key in ("head_count", "head_count_kv"))
     turned, key = file.own("rope.dimension_count"), f"{file.architecture}.rope.dimension_count"
     if place == "blk.0":
@@ -79,7 +79,7 @@ def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contr
     contract.shapes["output_norm.weight"] = (hidden,)
     contract.optional |= {
         "token_embd.weight": (vocab, hidden),
-        "rope_freqs.weight": (head_size(file, sizes) // 2,),
+        "rope_freqs.weight": (head_dim_of(file, sizes) // 2,),
     }
     output = contract.shapes if "d2t" in file.shapes else contract.optional
     output["output.weight"] = (num_drafted, hidden)
@@ -90,7 +90,7 @@ def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contr
     return num_drafted
 
 
-def feature_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
+def check_target_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
     """Check target_layers, which count inputs of layers: HF's hidden_states[i], as vLLM counts."""
     ids, key = file.own("target_layers"), f"{file.architecture}.target_layers"
     is_short = not isinstance(ids, list) or len(ids) != (num_features or len(ids) or 1)

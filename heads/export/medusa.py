@@ -53,7 +53,7 @@ def write_blocks(head: HeadFolder, folder: Path) -> None:
 
     Raises: BadInput if the draft vocabulary is cut, or output layers have a bias, which vLLM does not support.
     """
-    check_whole(head)
+    check_whole_vocabulary(head)
     tensors = {served_name(head, name): value for name, value in head.tensors.items()}
     is_shared = head.own["output"] == "shared"
     if is_shared:
@@ -69,7 +69,7 @@ def write_published(head: HeadFolder, folder: Path) -> None:
 
     Raises: BadInput if the draft vocabulary is cut.
     """
-    check_whole(head)
+    check_whole_vocabulary(head)
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
         rows, config = table_rows(head, OUTPUTS), head.config
@@ -81,7 +81,7 @@ def write_published(head: HeadFolder, folder: Path) -> None:
     carry_adapter(head, folder)
 
 
-def check_whole(head: HeadFolder) -> None:
+def check_whole_vocabulary(head: HeadFolder) -> None:
     """Raises BadInput if the draft vocabulary is cut."""
     size = head.own["draft_vocab_size"]
     if size is not None:

@@ -123,7 +123,7 @@ def contract_of(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
     inner = text_part(config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
-    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module, config))
+    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module_tensor, config))
     if why := unlike_ours(stored.shapes):
         contract.problems.append(f"not checked: {why}")
         return contract
@@ -185,7 +185,7 @@ def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     return joined
 
 
-def is_module(config: Mapping[str, Any], name: str) -> bool:
+def is_module_tensor(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP module."""
     num_layers = text_part(config).get("num_hidden_layers", 0)
     found = re.search(r"\.layers\.(\d+)\.", name)

@@ -114,7 +114,7 @@ def naming(folder: str | Path) -> Iterator[None]:
         raise BadInput(str(error) if known else f"head {folder}: {error}") from error
 
 
-def record_of(folder: str | Path) -> HeadRecord:
+def read_import_record(folder: str | Path) -> HeadRecord:
     """The record that our export wrote, else one with only the family. Raises BadInput as `import_head`."""
     folder = local_folder(folder)
     config, stored = read_all(folder)

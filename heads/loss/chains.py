@@ -130,7 +130,7 @@ def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -
     return ChainStarts(positions, valid, widths, has_gaps=True)
 
 
-def accepted_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
+def expected_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
     """[K, N] each depth's share in the expected number of accepted drafts (D-PACE, arXiv 2605.18810).
 
     With q_k the draft's probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over

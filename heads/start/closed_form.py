@@ -72,7 +72,7 @@ def ridge_of(squares: Tensor, products: Tensor, *, strength: float = STRENGTH) -
     return torch.linalg.solve(squares, products.double()).float()
 
 
-def spread(valid: Tensor) -> Tensor:
+def evenly_spread(valid: Tensor) -> Tensor:
     """A [B, S] bool with at most NUM_JUDGED of the True entries of `valid` [B, S], evenly spread."""
     where = valid.flatten().nonzero()[:, 0]
     where = where[:: max(1, -(-len(where) // NUM_JUDGED))]

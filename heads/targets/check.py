@@ -49,7 +49,7 @@ def check_on_text(target: Any, ids: Tensor) -> None:
         with last_input(target.output_layer) as read:
             theirs = own_forward(target, ids, num_logits=SHORT if is_long else 0)
         target.before_output = found_before_output(target, theirs.hidden_states[-1], read)
-        check_whole(target, ids, theirs)
+        check_whole_text(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
         if target.undecodable is None:
             differs = difference_behind_cache(target, ids, states)
@@ -144,7 +144,7 @@ def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
         setattr(target.base, name, target.layers)
 
 
-def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
+def check_whole_text(target: Any, ids: Tensor, theirs: Any) -> None:
     """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
     where = f"target {target.name}: {type(target.model).__name__}"
     layers = tuple(range(target.num_layers if target.is_repeated else min(2, target.num_layers)))
@@ -154,17 +154,17 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
     own = theirs.hidden_states  # those that enter each layer, and last that behind the norm
     entering = [ours.features[:, :, i] for i in layers[:2]]
-    is_later = len(layers) > 1 and not is_same(own[0], entering[0]) and is_same(own[0], entering[1])
+    is_later = len(layers) > 1 and not is_alike(own[0], entering[0]) and is_alike(own[0], entering[1])
     first = int(is_later)  # Mamba's and RWKV's states are those that leave each layer
     pairs = {f"the state that enters layer {i}": (own[i - first], ours.features[:, :, i]) for i in layers[first:]}
     pairs["the state behind its final norm"] = own[-1], ours.post_norm
     for name, (wanted, got) in pairs.items():
-        if not is_same(wanted, got):
+        if not is_alike(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     check_logits(target, ours.post_norm[:, -SHORT:], theirs.logits[:, -SHORT:].float())
 
 
-def is_same(wanted: Tensor, got: Tensor) -> bool:
+def is_alike(wanted: Tensor, got: Tensor) -> bool:
     return wanted.shape == got.shape and is_close(wanted, got)
 
 

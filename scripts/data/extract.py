@@ -49,7 +49,14 @@ def extract(
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.plan import estimate
     from ...data_pipelines.served.reading import fields_of_served
-    from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
+    from ...data_pipelines.storage.extract import (
+        TOKENS,
+        ExtractConfig,
+        Extraction,
+        clear_unfinished,
+        fields_of,
+        is_finished,
+    )
     from ...data_pipelines.storage.features import origin_of
     from ...data_pipelines.storage.shards import Shards, ShardWriter
     from ...heads.decoders.cpu.products import pack_linears
@@ -60,7 +67,7 @@ def extract(
     from ...train.launch import runs_on_cpu, start_accelerator
     from ...train.target import reads_of, why_built_with_layers, without_layers
     from .extract_served import ExtractEngine
-    from .extract_served import clear as clear_served
+    from .extract_served import clear_server_files as clear_served
 
     output = output.expanduser()
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
@@ -89,7 +96,7 @@ def extract(
         encode_into(output / TOKENS, data, target, console, is_begun=bool(done))
 
     def tidy() -> None:
-        clear(output)
+        clear_unfinished(output)
         clear_served(output)
 
     def check() -> None:

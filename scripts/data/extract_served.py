@@ -60,7 +60,7 @@ class ExtractEngine:
 
         Args: source: how the target was loaded. max_length: tokens of the longest row.
         """
-        clear(output)
+        clear_server_files(output)
         label = label_of(output)
         with ExitStack() as running:
             if self.server is None:
@@ -76,7 +76,7 @@ class ExtractEngine:
             with ServedReader(target, reads, server, storage_dtype=storage_dtype) as reader:
                 yield reader
             server.clear()
-        clear(output)
+        clear_server_files(output)
 
     def arguments(
         self, target: Target, reads: Reads, output: Path, *, source: TargetConfig, max_length: int
@@ -92,7 +92,7 @@ class ExtractEngine:
         return [*words, *serving_flags(layers_asked(target, reads), folder), *shlex.split(self.flags or "")]
 
 
-def clear(output: Path) -> None:
+def clear_server_files(output: Path) -> None:
     """Remove what a server of our own left."""
     remove(output / STATES)
     remove(output / LOG)

@@ -61,7 +61,7 @@ class TimedWorkload:
     max_new_tokens: int
 
 
-def measure(run: AutoRun) -> Machine:
+def split_and_measure(run: AutoRun) -> Machine:
     """Splits the prompts, writing `split` into the journal, and measures the machine.
 
     Raises: BadInput on unusable prompts or targets.
@@ -176,7 +176,7 @@ def measure_candidate(
         costs = round_costs(target, head, work)
     except BadInput as error:
         return Measured(name, out=str(error))
-    num_draft_tokens, bound = predict([GENEROUS], costs)
+    num_draft_tokens, bound = predict_length([GENEROUS], costs)
     return Measured(
         name,
         parameters=parameters,
@@ -206,7 +206,7 @@ def round_costs(target: Target, head: DraftHead, work: TimedWorkload) -> list[Ro
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
 
 
-def predict(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
+def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
     """The chain length with the highest predicted speedup, the shortest of equal ones, and that speedup.
 
     Lengths go up to the longest measured one; between measured ones, costs are interpolated (eval/plan).

@@ -189,7 +189,7 @@ def readings_in(path: Path) -> dict[str, RowReading]:
     return {row["key"]: RowReading(**row) for row in read_appended(path)}
 
 
-def keep(path: Path, readings: Sequence[RowReading]) -> None:
+def append(path: Path, readings: Sequence[RowReading]) -> None:
     """Append readings to a file, over an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -250,7 +250,7 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         known = readings_in(path)
         for readings in reader.read([(key, row) for key, row in rows.items() if key not in known]):
             self.check_stop()
-            keep(path, readings)
+            append(path, readings)
             known |= {reading.key: reading for reading in readings}
             if until is not None and self.clock.used > until:
                 break

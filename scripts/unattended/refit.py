@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.traffic import ServedChat, written
+from ...data_pipelines.traffic import ServedChat, as_json_lines
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...heads.registry import start_head
 from .clock import READING
@@ -15,7 +15,7 @@ from .comparing import (
     SHARES,
     STAYS,
     best_share,
-    compare,
+    compare_by_domain,
     coverage_cautions,
     decide_between,
     drift_of,
@@ -161,11 +161,11 @@ def paces(reader: RowReader, rows: Keyed) -> tuple[float, float]:
     began = time.monotonic()
     forwards = reader.forwards(rows)
     half = time.monotonic()
-    count = len(drafted_rows(reader, forwards))
+    count = len(batch_readings(reader, forwards))
     return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
 
 
-def drafted_rows(reader: RowReader, forwards: Sequence[ReadBatch]) -> list[RowReading]:
+def batch_readings(reader: RowReader, forwards: Sequence[ReadBatch]) -> list[RowReading]:
     """The readings of all rows of some forwards."""
     return [reading for forward in forwards for reading in reader.drafted(forward)]
 
@@ -189,8 +189,8 @@ def train(run: RefitRun) -> str:
     plan, config, data = run.journal.plan, run.folder / "refit.yaml", run.folder / "data"
     assert plan is not None
     if not config.exists():
-        write_text(data / "train.jsonl", written(training_rows(run)[0]))
-        write_text(data / "validation.jsonl", written(run.validation.values()))
+        write_text(data / "train.jsonl", as_json_lines(training_rows(run)[0]))
+        write_text(data / "validation.jsonl", as_json_lines(run.validation.values()))
         write_refit(run.folder, run.settings, run.reader.head.config, plan, validates=bool(run.validation))
     run.release()
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
@@ -215,11 +215,11 @@ def try_shares(run: RefitRun) -> list[Share]:
     run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=choosing_seconds(run))
     reader, old, trained = run.reader, run.settings.head, run.journal.trained
     forwards = reader.forwards(rows)
-    shares = [share_of(0.0, rows, drafted_rows(reader, forwards))]
+    shares = [share_of(0.0, rows, batch_readings(reader, forwards))]
     for share in SHARES:
         run.check_stop()
         between = replace(reader, head=ready(head_between(old, trained, run.target, share), run.target))
-        shares.append(share_of(share, rows, drafted_rows(between, forwards)))
+        shares.append(share_of(share, rows, batch_readings(between, forwards)))
     return shares
 
 
@@ -239,9 +239,9 @@ def compare_heads(run: RefitRun) -> list[Compared]:
     seconds = (len(new) + len(old)) * run.journal.row_seconds
     run.say(f"the new head reads {len(new)} held-out answers, and {len(old)} old ones", seconds=seconds)
     after = run.read(run.reader_of(run.journal.head), {**new, **old}, "compared.jsonl")
-    write_text(run.folder / "data" / "held_out.jsonl", written(new.values()))
+    write_text(run.folder / "data" / "held_out.jsonl", as_json_lines(new.values()))
     sides = ((NEW, new), (OLD, old))
-    return [part for side, rows in sides if rows for part in compare(side, rows, run.readings, after)]
+    return [part for side, rows in sides if rows for part in compare_by_domain(side, rows, run.readings, after)]
 
 
 def decide(run: RefitRun) -> Decision:

@@ -14,7 +14,7 @@ from rich.console import Console
 from ...configs.errors import BadInput, first_line
 from ...configs.owned import OwnedFolder
 from ...configs.terminal import PlainConsole
-from ...data_pipelines.answers.store import check_settings
+from ...data_pipelines.answers.store import check_same_settings
 from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
@@ -166,7 +166,7 @@ def open_session(
     """
     options = vars(settings)
     with OwnedFolder(output, command=command, settings=options) as folder:
-        check_settings(folder.settings, options, folder=folder.path)
+        check_same_settings(folder.settings, options, folder=folder.path)
         with Stopping() as stopping:
             clock, found = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
             yield kind(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
@@ -178,7 +178,7 @@ def check_started_once(command: str) -> None:
         raise BadInput(f"{command}: run it in one process; --launcher says how to train on several devices")
 
 
-def digest(paths: Iterable[str]) -> str:
+def files_digest(paths: Iterable[str]) -> str:
     """A hash of the contents of files, and of a model's folder, whose weights are sampled. Of paths that are neither,
     such as hub ids, the name is hashed."""
     found = hashlib.sha256()

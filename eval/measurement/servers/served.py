@@ -41,11 +41,14 @@ class ServedAnswers:
     @property
     def seconds(self) -> tuple[float, float]:
         """Decoding time without and with the head, for the number of tokens decoded with it; without prefills."""
-        num_tokens, per_token = decoded(self.drafted), decode_seconds(self.plain) / max(1, decoded(self.plain))
+        num_tokens, per_token = (
+            count_decoded(self.drafted),
+            decode_seconds(self.plain) / max(1, count_decoded(self.plain)),
+        )
         return per_token * num_tokens, decode_seconds(self.drafted)
 
 
-def decoded(answers: Sequence[ServerAnswer]) -> int:
+def count_decoded(answers: Sequence[ServerAnswer]) -> int:
     """Number of tokens, without the first of each answer, which the prefill gives."""
     return sum(max(0, answer.num_tokens - 1) for answer in answers)
 
@@ -77,7 +80,7 @@ def measure_served(
     Args: target: whose tokenizer made the prompts. lengths: values of K. on_prompt: called after each prompt and K.
     Raises: BadInput if a server does not start, and on settings that are not supported.
     """
-    check_settings(config)
+    check_served_settings(config)
     if files.looks_up and list(lengths) != [MOST_DRAFTED]:
         raise BadInput(f"--num-draft-tokens: llama-server looks up at most {MOST_DRAFTED} tokens, as it decides")
     max_length = max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM
@@ -108,7 +111,7 @@ def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: 
         return server.answer(prompt, max_new_tokens=max_new_tokens)
 
 
-def check_settings(config: MeasureConfig) -> None:
+def check_served_settings(config: MeasureConfig) -> None:
     if config.temperature or config.accept.name != "exact" or config.stop_strings or config.batch_size != 1:
         raise BadInput("--engine llama-server: is measured greedily, at batch 1, with no --stop and no other --accept")
 
@@ -163,10 +166,10 @@ def result_of(
     if not served:
         return empty
     firsts, length = [one.drafted[0] for one in served], setting.num_draft_tokens
-    num_rounds, num_committed = sum(answer.num_rounds(per_round) for answer in firsts), decoded(firsts)
+    num_rounds, num_committed = sum(answer.num_rounds(per_round) for answer in firsts), count_decoded(firsts)
     accepted = (num_committed - num_rounds) / num_rounds if num_rounds else None
     plain_seconds, seconds = (sum(times) for times in zip(*(one.seconds for one in served), strict=True))
-    num_tokens = sum(decoded(one.drafted) for one in served)
+    num_tokens = sum(count_decoded(one.drafted) for one in served)
     prefills = [answer.prompt_ms for one in served for answer in one.drafted]
     plain_prefills = [answer.prompt_ms for one in served for answer in one.plain]
     whole, plain_whole = seconds + sum(prefills) / 1000, plain_seconds + sum(plain_prefills) / 1000

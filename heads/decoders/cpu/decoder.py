@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...nn.layers import Rotary, Tables
 from ..cache import SlotCache
-from ..joined_decoder import DecoderOutput, has_plain_products, is_known
+from ..joined_decoder import DecoderOutput, has_known_layers, has_plain_products
 from ..layer_weights import LayerWeights
 from . import structs
 from .build import kernels, multiplies_bf16
@@ -45,7 +45,7 @@ class CpuLayers:
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.mlp_size, self.read_size, self.eps = mlp.gate_proj.out_features, attention.q_proj.in_features, eps
-        self.weights = [weights_of(layer) for layer in layers]
+        self.weights = [blocked_weights(layer) for layer in layers]
         self.layers = (structs.Layer * len(layers))()
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
@@ -69,7 +69,7 @@ class CpuLayers:
 
     def is_for(self, x: Tensor) -> bool:
         """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
-        return x[..., 0].numel() <= most_tokens() and usable_kernels(x) is not None
+        return x[..., 0].numel() <= most_kernel_tokens() and usable_kernels(x) is not None
 
     @property
     def writes(self) -> bool:
@@ -164,7 +164,7 @@ class CpuLayers:
         )
 
 
-def most_tokens() -> float:
+def most_kernel_tokens() -> float:
     """For how many tokens per forward the kernels are faster than torch, which elsewhere emulates bf16."""
     return MOST_TOKENS if multiplies_bf16() else math.inf
 
@@ -186,12 +186,12 @@ class CpuDecoder:
     @property
     def most_tokens(self) -> float:
         """Per forward."""
-        return most_tokens()
+        return most_kernel_tokens()
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
         """Whether the kernels are available and support these layers. Args: weight: [V, D] of the output layer."""
-        return is_multiplied(weight) and is_known(layers, config, weight) and CpuLayers.takes(list(layers))
+        return is_multiplied(weight) and has_known_layers(layers, config, weight) and CpuLayers.takes(list(layers))
 
     def read(
         self,
@@ -229,7 +229,7 @@ class CpuDecoder:
         return multiply_argmax(post_norm, self.output, self.vocab_size)
 
 
-def weights_of(layer: Any) -> LayerWeights:
+def blocked_weights(layer: Any) -> LayerWeights:
     """The weights of a known decoder layer: norms and biases as they are, matrices blocked, and the blocks of gate and
     up interleaved."""
     attention, mlp = layer.self_attn, layer.mlp

@@ -47,7 +47,7 @@ def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     return found
 
 
-def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
+def rms_normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
     """x / rms(x) * gain over the last dimension; None if the kernels do not support it."""
     library = usable_kernels(x)
     if library is None or gain.dtype != x.dtype:

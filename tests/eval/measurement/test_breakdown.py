@@ -9,7 +9,7 @@ from headstart.eval.decoding.loop import Generation
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.registry import training_record
 from headstart.eval.measurement.batches import MeasuredBatch, Side
-from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
+from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, vocabulary_coverage
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import AcceptancePart
@@ -83,10 +83,10 @@ def test_coverage_counts_written_tokens(tiny_target):
         drafted = Side([Generation(list(texts), [])])
         return [MeasuredBatch(0, Suite("two", [[1]] * len(texts)), drafted, Side())]
 
-    assert draft_vocabulary(head, wrote([1, 5, 5], [2])) == VocabularyCoverage(4, 0.75)
-    assert draft_vocabulary(head, wrote([], [])) == VocabularyCoverage(4, None)
-    assert draft_vocabulary(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
-    assert draft_vocabulary(NgramDrafter(), wrote([1])) is None
+    assert vocabulary_coverage(head, wrote([1, 5, 5], [2])) == VocabularyCoverage(4, 0.75)
+    assert vocabulary_coverage(head, wrote([], [])) == VocabularyCoverage(4, None)
+    assert vocabulary_coverage(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
+    assert vocabulary_coverage(NgramDrafter(), wrote([1])) is None
 
 
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):

@@ -10,7 +10,12 @@ from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.result import Bandwidth
-from headstart.eval.measurement.transformers_baseline import TimedAnswers, compare_transformers, interleave, result_of
+from headstart.eval.measurement.transformers_baseline import (
+    TimedAnswers,
+    compare_transformers,
+    decode_in_turns,
+    result_of,
+)
 from headstart.eval.suites.prompts import Suite
 
 SUITE = Suite("three", [[1, 5, 9, 5, 9], [1, 7, 8, 3, 7, 8], [1, 30]])
@@ -87,7 +92,7 @@ def test_ways_take_turns():
         return run
 
     ways, suite, config = [way("a", 0.0), way("b", 0.01)], Suite("two", [[5], [6]]), MeasureConfig(num_repeats=3)
-    timed, done, failed = interleave(ways, suite, config, on_prompt=lambda: None)
+    timed, done, failed = decode_in_turns(ways, suite, config, on_prompt=lambda: None)
     assert (done, failed) == ([0, 1], [])
     assert order == list("ab" + "abbaab" + "baabba")
     assert timed[0].texts == timed[1].texts == [[5, 1], [6, 1]]

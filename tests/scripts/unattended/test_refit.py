@@ -82,16 +82,16 @@ def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatc
     from headstart.scripts.unattended import refit as stages
 
     logs = file_of("logs", served_by("new", 40))
-    whole_keep, whole_run, calls = reading.keep, CommandRunner.run, []
+    whole_keep, whole_run, calls = reading.append, CommandRunner.run, []
 
     def dies(path, readings):
         whole_keep(path, readings)
         calls.append(len(readings))
         raise SystemExit(137)
 
-    monkeypatch.setattr(reading, "keep", dies)
+    monkeypatch.setattr(reading, "append", dies)
     assert refit(logs)[0] == 137
-    monkeypatch.setattr(reading, "keep", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
+    monkeypatch.setattr(reading, "append", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
 
     def dies_too(self, name, words, *, until=None):
         raise SystemExit(137)
