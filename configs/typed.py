@@ -55,8 +55,8 @@ def check_type(value: Any, kind: Any, *, name: str) -> None:
     """Raises BadInput, which opens with the name, if a JSON value is not of a type; kind: as in `fits`."""
     if not fits(value, kind):
         text = repr(value)
-        found = text if len(text) <= 80 else f"{text[:77]}..."
-        raise BadInput(f"{name}: expected {kind_in_words(kind)}, found {found}")
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise BadInput(f"{name}: expected {kind_in_words(kind)}, found {shown}")
 
 
 def fits(value: Any, kind: Any) -> bool:

@@ -114,8 +114,8 @@ def samples_for_time(
         if spent > seconds / 10:
             break
     num_tokens = seconds / (1 + EXTRACTED * num_storages) / (num_passes + 1) * len(median) / spent
-    kept = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
-    return kept or [min(samples, key=len)]
+    chosen = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
+    return chosen or [min(samples, key=len)]
 
 
 @dataclass
@@ -226,8 +226,8 @@ def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1, is_ser
         states come from a server: no hours.
     """
     samples, config = extraction.samples, extraction.config
-    done = ShardWriter(output, fields=extraction.fields).done
-    left = extraction.num_tokens(skip=done)
+    written = ShardWriter(output, fields=extraction.fields).done
+    left = extraction.num_tokens(skip=written)
     if not left:
         return "all shards are complete"
     size, tokens = extraction.num_bytes, extraction.num_tokens()

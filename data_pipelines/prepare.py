@@ -60,16 +60,16 @@ class PrepareConfig:
 
     def recorded(self) -> dict[str, Any]:
         """The keys that the result depends on, as JSON returns them."""
-        kept = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
-        return json.loads(json.dumps(kept))
+        settings = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
+        return json.loads(json.dumps(settings))
 
     def files(self) -> dict[str, str]:
         """The local files that are read, with the first 16 hex digits of their sha256."""
         sources = [*read_sources(self.sources), *(read_sources(self.exclude) if self.exclude else ())]
-        found = [file for source in sources for file in source.files()]
+        paths = [file for source in sources for file in source.files()]
         if self.tokenizer is not None:  # the weights beside it, if any, are not read
-            found += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
-        return {str(file): digest_of(file) for file in found}
+            paths += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
+        return {str(file): digest_of(file) for file in paths}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

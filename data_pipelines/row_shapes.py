@@ -51,7 +51,7 @@ class Conversation:
     def tools(self) -> str:
         """The tools that the assistant may call, and the variables of the template, as JSON; empty without any."""
         told = [self.data[key] for key in ("tools", VARIABLES) if key in self.data]
-        return "".join(json.dumps(each, default=str) for each in told)
+        return "".join(json.dumps(part, default=str) for part in told)
 
     def id(self, *more: object) -> str:
         """32 hex digits, equal only for equal turns, tools, and `more`."""
@@ -81,20 +81,20 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     data = known_keys(row.data)
     answer = answer_in(data)
     if is_chat(data):
-        kept = _chat(data, row.origin)
+        shaped = _chat(data, row.origin)
     elif "prompt" in data and (answer is not None or "text" not in data):
-        kept = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
+        shaped = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
     elif "instruction" in data and answer is not None:
         prompt = instruction_in(data, row.origin)
         prompt = prompt.strip() if as_messages else prompt
-        kept = _prompted(data, prompt, answer, row.origin, as_messages=as_messages)
+        shaped = _prompted(data, prompt, answer, row.origin, as_messages=as_messages)
     elif "text" in data:
-        kept = {"text": data["text"]}
+        shaped = {"text": data["text"]}
     else:
         known = f"{SHAPES}, or `prompt` alone"
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
-    return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+    return Conversation(shaped, list(_turns(shaped, row.origin)), truncated)
 
 
 def _chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:

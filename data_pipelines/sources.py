@@ -88,8 +88,8 @@ class Source:
             for theirs in self.columns:
                 if theirs not in data:
                     raise BadInput(f"{origin}: columns: no key {theirs!r}; its keys are {', '.join(data)}")
-            kept = {key: value for key, value in data.items() if key not in self.columns}
-            data = kept | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
+            others = {key: value for key, value in data.items() if key not in self.columns}
+            data = others | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
             yield Row(data, origin, self.called, epoch)
 
     def all_rows(self) -> Iterator[Row]:

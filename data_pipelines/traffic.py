@@ -63,7 +63,7 @@ class Traffic:
 
 def read_traffic(path: str) -> Traffic:
     """Read a file of served traffic. Raises BadInput if none of its rows can be read."""
-    found: list[tuple[ServedChat, Conversation]] = []
+    chats: list[tuple[ServedChat, Conversation]] = []
     unread: dict[str, int] = {}
 
     def count(error: BadInput) -> None:
@@ -72,27 +72,27 @@ def read_traffic(path: str) -> Traffic:
 
     for line, data in iter_jsonl(path, on_fault=count):
         try:
-            found.append(served_chat(data, f"{path}:{line}"))
+            chats.append(served_chat(data, f"{path}:{line}"))
         except BadInput as error:
             count(error)
-    if not found:
+    if not chats:
         reason = next(iter(unread))
         raise BadInput(f"{path}: none of its {sum(unread.values())} rows is a request with its answer: {reason}")
-    rows = longest_only(found)
-    return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(found) - len(rows))
+    rows = longest_only(chats)
+    return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(chats) - len(rows))
 
 
-def longest_only(found: list[tuple[ServedChat, Conversation]]) -> list[ServedChat]:
+def longest_only(chats: list[tuple[ServedChat, Conversation]]) -> list[ServedChat]:
     """Each conversation once: logs have a row per turn, so rows that are the beginning of another row are left out."""
-    begun, kept = set[bytes](), dict[bytes, ServedChat]()
-    for _, conversation in found:
+    begun, longest = set[bytes](), dict[bytes, ServedChat]()
+    for _, conversation in chats:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
         begun |= {turns_digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
-    for row, conversation in found:
+    for row, conversation in chats:
         whole = turns_digest(conversation.turns, exact=True)
         if whole not in begun:
-            kept.setdefault(whole, row)
-    return list(kept.values())
+            longest.setdefault(whole, row)
+    return list(longest.values())
 
 
 def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
@@ -135,7 +135,7 @@ def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 def is_response(value: Any) -> bool:
     """Whether a JSON value is a server's response; otherwise it is an answer that happens to be JSON."""
     chunks = value if isinstance(value, list) else [value]
-    return bool(chunks) and all(isinstance(each, dict) and ({"choices", "body"} & each.keys()) for each in chunks)
+    return bool(chunks) and all(isinstance(chunk, dict) and ({"choices", "body"} & chunk.keys()) for chunk in chunks)
 
 
 def response_message(response: Any, origin: str) -> tuple[Message | None, str | None]:
@@ -175,7 +175,7 @@ def joined_chunks(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, s
     """The chunks of a stream joined to one message (of the first choice), and its finish reason."""
     texts, traces, reason = [], [], None
     for chunk in chunks:
-        choice = next((each for each in chunk.get("choices") or [] if each.get("index", 0) == 0), {})
+        choice = next((choice for choice in chunk.get("choices") or [] if choice.get("index", 0) == 0), {})
         delta = choice.get("delta") or choice
         if delta.get("tool_calls"):
             raise BadInput(f"{origin}: a stream with tool calls, which is not supported")
@@ -245,5 +245,5 @@ def time_of(places: list[Any]) -> float | None:
 
 def as_json_lines(rows: Iterable[ServedChat]) -> str:
     """The text of a JSON Lines file with these rows, for training or as prompts."""
-    lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
+    lines = ({**row.row, **({"category": row.domain} if row.domain else {})} for row in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

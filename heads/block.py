@@ -258,8 +258,8 @@ class BlockHead(DraftHead):
         of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # autocast may have 16 bits
         sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
         sight = batch.sight(starts, window=self.config.sliding_window)
-        kept = self.kept_bytes(starts.positions.numel(), itemsize=context.element_size(), num_depths=starts.num_depths)
-        how = {"sight": sight, "sees_slots": sees_slots, "is_kept": is_kept(kept, context.device)}
+        size = self.kept_bytes(starts.positions.numel(), itemsize=context.element_size(), num_depths=starts.num_depths)
+        how = {"sight": sight, "sees_slots": sees_slots, "is_kept": is_kept(size, context.device)}
         hidden = through_layers(self.decoder_layers, hidden, of_slots, context, of_context, **how)
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):

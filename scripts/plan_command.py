@@ -168,9 +168,9 @@ def answerable(target: "Target", suite: "Suite", config: "PlanConfig", budget: "
 
     costs = probe(target, None, None, max(suite.prompts, key=len), budget, many=1)
     number, room, tokens = len(suite.prompts), budget.room("texts"), config.measure.max_new_tokens
-    kept, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
+    num_prompts, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
     measure = replace(config.measure, max_new_tokens=tokens)
-    return suite.subset(evenly(number, kept)), replace(config, measure=measure)
+    return suite.subset(evenly(number, num_prompts)), replace(config, measure=measure)
 
 
 def planned_drafter(

@@ -117,7 +117,7 @@ class Validation:
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
         num_draft, num_tokens = self.num_draft, self.config.decode_tokens
-        done = generate(
+        generated = generate(
             self.target,
             head,
             self.prompts,
@@ -125,8 +125,8 @@ class Validation:
             num_draft_tokens=num_draft,
             steps=default_steps(self.target.device, num_tokens=num_tokens),
         )
-        decoded = acceptance(done.rounds, num_draft_tokens=num_draft)
-        rows = [prompt + new for prompt, new in zip(self.prompts, done.token_ids, strict=True)]
+        decoded = acceptance(generated.rounds, num_draft_tokens=num_draft)
+        rows = [prompt + new for prompt, new in zip(self.prompts, generated.token_ids, strict=True)]
         device = self.backend.accelerator.device
         input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
         loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)

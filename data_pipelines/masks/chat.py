@@ -146,8 +146,8 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
         return [Written(ids, _without_end(ids, spans, data, table))], FROM_ROW
     if KEY in data:
         how: dict[str, Any] = {"fingerprint": table.fingerprint, "vocab_size": vocab_size, "origin": origin}
-        if found := written_sequences(data, _said(data, origin), table.tokenizer, **how):
-            return found, FROM_ROW
+        if sequences := written_sequences(data, _said(data, origin), table.tokenizer, **how):
+            return sequences, FROM_ROW
         source = NOT_ITS_IDS
     ids, spans = _encode_text(data, origin, table, config)
     if not ids:

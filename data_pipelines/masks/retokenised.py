@@ -48,10 +48,10 @@ def first_retokenised(row: Row, tokenizer: Any, config: DataConfig, *, vocab_siz
     if KEY not in row.data:
         return None
     try:
-        found, source = ids_of(row, table, config, vocab_size)
+        sequences, source = ids_of(row, table, config, vocab_size)
         if source != FROM_ROW:
             return None
-        wrote = found[-1].input_ids
+        wrote = sequences[-1].input_ids
         text, _ = ids_of(replace(row, data={**row.data, KEY: None}), table, config, vocab_size)
     except BadInput:
         return None

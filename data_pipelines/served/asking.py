@@ -138,13 +138,13 @@ class StateServer:
             token, logprob = int(likely["tokens"][0].removeprefix("token_id:")), float(likely["token_logprobs"][0])
         except (KeyError, TypeError, IndexError, ValueError, StopIteration) as error:
             raise BadInput(f"server {self.url}: {NOT_OURS}") from error
-        found = way.take(told)
+        tensors = way.take(told)
         if self.served is None:
             self.served = served
         self.served.check_same(served, url=self.url)
-        if found["token_ids"].tolist() != ids:
+        if tensors["token_ids"].tolist() != ids:
             raise BadInput(f"server {self.url}: gave the states of other tokens than were asked for")
-        return ServedStates(found["states"], served, token, logprob)
+        return ServedStates(tensors["states"], served, token, logprob)
 
     def _model(self, key: str) -> str:
         """The name by which the server knows its target."""

@@ -123,8 +123,8 @@ def check_server(
     if served.max_length < max_length:
         raise BadInput(f"{where}: its max-model-len is {served.max_length}, rows have up to {max_length} tokens")
     beginnings = [ids[:length] for length in range(1, len(ids))][1 - NUM_PROBES :]
-    for each in [answer, *map(server.answer, beginnings)]:
-        check_post_norm(each, target, where)
+    for one in [answer, *map(server.answer, beginnings)]:
+        check_post_norm(one, target, where)
     return served
 
 

@@ -73,11 +73,11 @@ class StateReader:
             return lambda: pack(chosen, self.storage_dtype)
         packed = pack(chosen, self.storage_dtype)
         host = Packed(to_pinned(packed.values), None if packed.scales is None else to_pinned(packed.scales))
-        done = torch.cuda.Event()
-        done.record()
+        copied = torch.cuda.Event()
+        copied.record()
 
         def wait() -> Packed:
-            done.synchronize()
+            copied.synchronize()
             # cloned, as pinned memory is scarce
             return Packed(host.values.clone(), None if host.scales is None else host.scales.clone())
 
@@ -157,8 +157,8 @@ class Extraction:
 
     def check_disk(self, output: Path, *, free: Callable[[Path], int] | None = None) -> None:
         """Raises BadInput if the shards that are still missing do not fit on the disk."""
-        done = ShardWriter(output, fields=self.fields).done
-        needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in done)
+        written = ShardWriter(output, fields=self.fields).done
+        needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in written)
         left = (free or disk_free)(output)
         if needed > left:
             raise BadInput(

@@ -220,9 +220,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise BadInput(f"{folder}: unfinished; run the command that wrote it again to complete it")
         raise BadInput(f"{path}: no such file")
     data = _read_json(path)
-    found = data.pop("format", None) if isinstance(data, dict) else None
-    if found != FORMAT:
-        raise BadInput(f"{path}: format {found!r}, expected {FORMAT!r}")
+    version = data.pop("format", None) if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise BadInput(f"{path}: format {version!r}, expected {FORMAT!r}")
     try:
         shards = [ShardEntry(**entry) for entry in data.pop("shards")]
         totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
@@ -236,8 +236,8 @@ def is_shards(folder: Path) -> bool:
     path = folder / MANIFEST
     if not path.is_file():
         return (folder / PROGRESS).is_dir()
-    found = _read_json(path)
-    return isinstance(found, dict) and found.get("format") == FORMAT
+    manifest = _read_json(path)
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def owner(fields: Mapping[str, Any]) -> str:

@@ -104,8 +104,8 @@ class _Pass:
         reads_all = self.engine.drafter is not None or self.engine.target.has_states
         before, rotary = self.last_read, self.engine.target.row_rotary
         reads_all |= rotary is not None and (len(before) > rotary.change) != (len(asked.prompt) > rotary.change)
-        kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
-        read, self.last_read = prefill(self.reader, alone, self.watch, kept=kept).state, asked.prompt
+        num_kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
+        read, self.last_read = prefill(self.reader, alone, self.watch, num_kept=num_kept).state, asked.prompt
         if not self.engine.cache.is_filled:
             self._fill()
         self.engine.cache.take_row(row, self.reader.cache, 0)

@@ -91,8 +91,8 @@ def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) ->
     if "input_ids" not in row and not (is_chat(row) or {"prompt", "response"} <= row.keys()):
         raise BadInput(f"{origin}: an answer needs `messages` or `prompt` and `response`, found {sorted(row)}")
     if KEY in row and "messages" in row:
-        if found := written_sequences(row, row["messages"], tokenizer, origin=origin, **how):
-            ids, (start, end) = found[-1].input_ids, found[-1].spans[-1]
+        if sequences := written_sequences(row, row["messages"], tokenizer, origin=origin, **how):
+            ids, (start, end) = sequences[-1].input_ids, sequences[-1].spans[-1]
             return ids[:start], ids[start:end]
     prompt = prompt_ids(row, tokenizer, origin=origin)
     if "input_ids" in row:

@@ -65,7 +65,7 @@ class HybridRow:
         best, most = own, -1.0
         for num_guessed in range(len(head) + 1):
             copied = self.copy(place, num_tokens - num_guessed)
-            whole = expected + chance * sum(each for _, each in copied)
+            whole = expected + chance * sum(certainty for _, certainty in copied)
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
             if num_guessed < len(head):

@@ -35,13 +35,13 @@ class NgramRow(RowText):
             text.append(token)
 
     def draft(self, num_tokens: int) -> list[int]:
-        text, found = self.text, self.text[-1:]  # without a match, the last token again
+        text, guess = self.text, self.text[-1:]  # without a match, the last token again
         for size in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
             start = self.behind.get(tuple(text[-size:]))
             if start is not None:
-                found = text[start : start + num_tokens]
+                guess = text[start : start + num_tokens]
                 break
-        return [found[i % len(found)] for i in range(num_tokens)]
+        return [guess[i % len(guess)] for i in range(num_tokens)]
 
 
 class NgramDrafter(TextDrafter):
@@ -104,7 +104,7 @@ class SuffixDrafter(TextDrafter):
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         tree = dynamic_only(tree)
         paths = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
-        tokens, parents = zip(*(padded_tree(each, tree) for each in paths), strict=True)
+        tokens, parents = zip(*(padded_tree(path, tree) for path in paths), strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:

@@ -32,12 +32,12 @@ def acceptance_by(
         for row, (source, prompt, new) in enumerate(rows):
             label_at = label(source, [*prompt, *new])
             num_committed = len(prompt) + 1  # the prefill gave the first token
-            for done in run.rounds[1:]:
-                if done.num_committed[row] == 0:
+            for round_ in run.rounds[1:]:
+                if round_.num_committed[row] == 0:
                     break
                 counted = counts.setdefault(label_at(num_committed), Acceptance.nothing(num_draft_tokens))
-                counted.add(*row_counts(done)[row])
-                num_committed += done.num_committed[row]
+                counted.add(*row_counts(round_)[row])
+                num_committed += round_.num_committed[row]
     return {name: acceptance_part(counted) for name, counted in counts.items()}
 
 
@@ -82,8 +82,8 @@ def by_turn(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[
     turns = {source.turn for batch in batches for source in batch.suite.sources}
     if turns <= {1}:
         return {}
-    found = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
-    return {str(turn): found[str(turn)] for turn in sorted(turns)}
+    by_label = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
+    return {str(turn): by_label[str(turn)] for turn in sorted(turns)}
 
 
 def parts(
@@ -100,13 +100,13 @@ def parts(
     def label(source: PromptSource, _: Sequence[int]) -> Callable[[int], str]:
         return lambda _: part_of_source(source)
 
-    counted, found = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
+    counted, by_name = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
     for name, num_prompts in Counter(of_prompt.values()).items():
         seconds = timed_seconds(batch for batch, own in zip(batches, names, strict=True) if set(own) == {name})
         speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])
         part = counted.get(name) or acceptance_part(Acceptance.nothing(num_draft_tokens))
-        found[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
-    return found
+        by_name[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
+    return by_name
 
 
 # Comparison with the head's training

@@ -36,13 +36,13 @@ def measure_batches(
 
     Raises: BadInput on wrong settings, and before anything is timed if the engine decodes the target wrongly.
     """
-    kept = None
+    stored = None
     if store is not None:
         drafts = [[one.name, store.digest_of(one.drafter), asdict(one.setting)] for one in contenders]
         settings = {**asdict(config), "drafts": drafts}
-        kept = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
+        stored = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
     sides = Sides(target, contenders, suite, config)
-    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, kept=kept, on_part=on_batch)
+    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, stored=stored, on_part=on_batch)
     measured: list[Measured] = [([], list(failed)) for _ in contenders]
     for number, record in records.items():
         batch, (plain, *drafted) = sides.batches[number], sides_in(record)
@@ -97,7 +97,7 @@ def measure_parts(
     measure_part: Callable[[int, Suite], Record],
     warm_up: Callable[[Suite], object],
     *,
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
     on_part: Callable[[], object],
     warms_each: bool = False,
 ) -> tuple[dict[int, Record], list[FailedPrompt]]:
@@ -108,11 +108,11 @@ def measure_parts(
         warm_up: called, untimed, before the first part that is measured, or with `warms_each` before every one.
         kept: the store of records, and the key of this measurement in it.
     """
-    done: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     failed: list[FailedPrompt] = []
     is_warmed_up = False
     for number, part in enumerate(parts):
-        record = kept[0].get(kept[1], number) if kept else None
+        record = stored[0].get(stored[1], number) if stored else None
         if record is None:
             try:
                 if warms_each or not is_warmed_up:
@@ -125,11 +125,11 @@ def measure_parts(
                 failed += failures_of(part, reason_of(error))
                 on_part()
                 continue
-            if kept and not any(record.get("failed", ())):
-                kept[0].add(kept[1], number, record)
-        done[number] = record
+            if stored and not any(record.get("failed", ())):
+                stored[0].add(stored[1], number, record)
+        records[number] = record
         on_part()
-    return done, failed
+    return records, failed
 
 
 def failures_of(part: Suite, reason: str) -> list[FailedPrompt]:

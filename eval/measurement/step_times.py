@@ -214,11 +214,11 @@ class TimedRounds:
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
         for _ in range(num_rounds + 1):
-            done, state = run_round(self.engine, texts, state, self.watch)
-            rounds.append(done)
-        draft = 1000 * statistics.median(done.draft_seconds for done in rounds[1:])
-        verify = 1000 * statistics.median(done.verify_seconds for done in rounds[1:])
-        whole = 1000 * statistics.median(done.seconds for done in rounds[1:])
+            round_, state = run_round(self.engine, texts, state, self.watch)
+            rounds.append(round_)
+        draft = 1000 * statistics.median(round_.draft_seconds for round_ in rounds[1:])
+        verify = 1000 * statistics.median(round_.verify_seconds for round_ in rounds[1:])
+        whole = 1000 * statistics.median(round_.seconds for round_ in rounds[1:])
         reading = 1000 * (self.reading_seconds + rounds[0].seconds) - whole  # some drafters read in the first round
         return StepTime.of(
             self.setting,

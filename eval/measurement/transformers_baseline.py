@@ -41,8 +41,8 @@ class TimedAnswers:
 
     def seconds_for(self, texts: Sequence[Sequence[int]], at: Sequence[int]) -> list[float]:
         """Time of the prompts `at`, for as many tokens as these texts have; all of it if an answer ended at once."""
-        each = ((self.seconds[i], self.texts[i], texts[i]) for i in at)
-        return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in each]
+        answers = ((self.seconds[i], self.texts[i], texts[i]) for i in at)
+        return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in answers]
 
 
 @torch.no_grad()
@@ -69,10 +69,10 @@ def compare_transformers(
     if not has_counterpart(target, drafter):
         return None
     config = comparable(config, drafter)
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
+    stored = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
     theirs = their_decoding(target, drafter, config)
     return time_beside(
-        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
+        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, stored=stored
     )
 
 
@@ -97,15 +97,15 @@ def time_beside(
     engine: str,
     name: str,
     on_prompt: Callable[[], object],
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
 ) -> Result:
     """Another engine's decoding in turns with our baseline and, where there is a drafter, our speculation."""
     if drafter is not None:
         drafter.leave_out(suite.prompts, suite.questions)
     with their_way as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
-        sides, done, failed = decode_in_turns(ways, suite, config, on_prompt=on_prompt, kept=kept)
-    suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
+        sides, answered, failed = decode_in_turns(ways, suite, config, on_prompt=on_prompt, stored=stored)
+    suite = replace(suite.subset(answered), failed=[*suite.failed, *failed])
     lossless = text_check(target, drafter, suite, config, sides[0].texts, sides[-1].texts)
     return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, engine=engine, name=name)
 
@@ -123,8 +123,8 @@ def our_decoding(
     """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
 
     def decode(run: Runner, prompt: list[int]) -> tuple[list[int], int]:
-        done = run([prompt], config.seed)
-        return done.token_ids[0], len(done.rounds)
+        generation = run([prompt], config.seed)
+        return generation.token_ids[0], len(generation.rounds)
 
     sides = [None] if drafter is None else [None, drafter]
     return [partial(decode, Runner(target, which, prompts, config)) for which in sides]
@@ -171,7 +171,7 @@ def decode_in_turns(
     config: MeasureConfig,
     *,
     on_prompt: Callable[[], object],
-    kept: tuple[BatchStore, str] | None = None,
+    stored: tuple[BatchStore, str] | None = None,
 ) -> tuple[list[TimedAnswers], list[int], list[FailedPrompt]]:
     """Time several ways to decode in turns, prompt by prompt after a warm-up, so that drifts of the machine affect all;
     the first one changes every time.
@@ -192,14 +192,14 @@ def decode_in_turns(
 
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
     warms_each = config.steps != "eager"
-    done, failed = measure_parts(parts, time_part, warm_up, kept=kept, on_part=on_prompt, warms_each=warms_each)
+    records, failed = measure_parts(parts, time_part, warm_up, stored=stored, on_part=on_prompt, warms_each=warms_each)
     sides = [TimedAnswers() for _ in ways]
-    for record in done.values():
+    for record in records.values():
         for side, (seconds, new, num_forwards) in zip(sides, record["ways"], strict=True):
             side.seconds.append(seconds)
             side.texts.append(new)
             side.num_forwards += num_forwards
-    return sides, list(done), failed
+    return sides, list(records), failed
 
 
 def time_prompt(ways: Sequence[Decode], prompt: list[int], *, number: int, num_repeats: int) -> list[list[Any]]:

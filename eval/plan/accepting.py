@@ -59,10 +59,10 @@ def accepted_by(
         run = Runner(target, drafter, prompts, replace(config, setting=setting))
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         texts = [run(part, pass_seed(config.seed, number, 0)) for number, part in enumerate(parts)]
-        rounds = (each for text in texts for each in text.rounds)
+        rounds = (round_ for text in texts for round_ in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
         emitted = [
-            [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]  # the prefill left out
+            [round_.num_emitted[row] for round_ in text.rounds[1:] if round_.num_committed[row]]  # the prefill left out
             for text in texts
             for row in range(len(text.token_ids))
         ]

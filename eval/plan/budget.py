@@ -143,16 +143,16 @@ def probe(
         read, first, *others = (after - before for before, after in zip(marks, marks[1:], strict=False))
         return read, min(others), max(first - min(others), 0.0)
 
-    found, before = list[tuple[float, float, float, float]](), budget.used
+    tried, before = list[tuple[float, float, float, float]](), budget.used
     for rows in sorted({1, many}):
         if rows > 1 and budget.used - before > FAR_PROBE * budget.seconds:
-            one = found[0]
-            found.append((rows * one[0], rows * one[1], rows * one[2], one[3]))
+            one = tried[0]
+            tried.append((rows * one[0], rows * one[1], rows * one[2], one[3]))
             continue
         plain = timed(rows, None)
         drafted = timed(rows, setting) if setting else plain
-        found.append((drafted[0], plain[1], drafted[1], max(plain[2], drafted[2])))
-    reads, baseline, rounds, setups = zip(found[0], found[-1], strict=True)
+        tried.append((drafted[0], plain[1], drafted[1], max(plain[2], drafted[2])))
+    reads, baseline, rounds, setups = zip(tried[0], tried[-1], strict=True)
     return Costs(many, reads, baseline, rounds, max(setups))
 
 
@@ -191,10 +191,10 @@ def fit_sample(
     half = (len(ranked) + 1) // 2
     choices = [*product(range(len(ranked), half - 1, -1), longer), *product(range(half, 0, -1), lengths)]
     number, tokens = next((choice for choice in choices if fits(choice[0], 1, choice[1])), (1, fewest))
-    kept = set(ranked[:number])
+    affordable = set(ranked[:number])
     while rows > 1 and not fits(number, rows, tokens):
         rows = (rows + 1) // 2
-    return DecodedSample([setting for setting in settings if setting in kept], tokens, rows)
+    return DecodedSample([setting for setting in settings if setting in affordable], tokens, rows)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def fit_timing(
 
 def fit_texts(number: int, costs: Costs, *, seconds: float, tokens: int) -> tuple[int, int]:
     """Of so many prompts how many can be answered one by one, and in how many tokens: at least one prompt."""
-    each = costs.setup + costs.prefill(1) + min(tokens, ENOUGH_TOKENS) * costs.step(1)
-    number = max(1, int(min(number, seconds / each))) if each else number
+    per_text = costs.setup + costs.prefill(1) + min(tokens, ENOUGH_TOKENS) * costs.step(1)
+    number = max(1, int(min(number, seconds / per_text))) if per_text else number
     spare = seconds / number - costs.setup - costs.prefill(1)
-    return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if each else tokens
+    return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if per_text else tokens

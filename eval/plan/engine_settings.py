@@ -42,7 +42,7 @@ def schedule_for_vllm(
 
     Args: measured: K by batch size, which is kept; between two of them only theirs are chosen from.
     """
-    chains = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
+    chains = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
     measured = measured or {}
     ranges: list[ScheduleRange] = []
     for size in range(1, max_batch_size + 1):
@@ -58,10 +58,10 @@ def schedule_for_vllm(
             for length in lengths
         }
         best = max(gains, key=lambda length: (gains[length], -length))
-        kept = ranges[-1].num_draft_tokens if ranges else best
-        if kept in gains and gains[kept] >= gains[best] * (1 - LEAST_GAIN):
-            best = kept
-        if ranges and kept == best:
+        previous = ranges[-1].num_draft_tokens if ranges else best
+        if previous in gains and gains[previous] >= gains[best] * (1 - LEAST_GAIN):
+            best = previous
+        if ranges and previous == best:
             ranges[-1] = ranges[-1]._replace(last=size)
         else:
             ranges.append(ScheduleRange(size, size, best))

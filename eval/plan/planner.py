@@ -75,7 +75,7 @@ class Planner:
             steps=measure.steps,
         )
         accepted = self.accept(self.settings())
-        settings, machine = [each.setting for each in accepted], self.config.machine
+        settings, machine = [one.setting for one in accepted], self.config.machine
         measured = [] if machine else self.time(accepted)
         config = self.config
         times: StepTimes = StepTable(tuple(measured))
@@ -173,7 +173,7 @@ class Planner:
 
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Step times of this machine. Chains between the measured ones are left to the table."""
-        settings = [each.setting for each in accepted]
+        settings = [one.setting for one in accepted]
         timed = at_doublings([setting for setting in settings if setting.tree is None])
         timed += [setting for setting in settings if setting.tree]
         sizes = sorted(self.config.batch_sizes)
@@ -209,7 +209,7 @@ class Planner:
         decoded = [cell for cell in cells if cell.load == "prompts"]
         chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[self.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        found = measured_cells(
+        checked = measured_cells(
             self.target,
             self.drafter,
             self.suite,
@@ -221,7 +221,7 @@ class Planner:
             on_cell=tick,
         )
         tick()
-        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in found}
+        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in checked}
         return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
 
 

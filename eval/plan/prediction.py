@@ -202,16 +202,16 @@ def predict_cells(
     """
     cells = []
     for size in batch_sizes:
-        for each in accepted:
-            plain, drafted = workload_times(each, workload, times, batch_size=size)
+        for one in accepted:
+            plain, drafted = workload_times(one, workload, times, batch_size=size)
             has_both = sum(plain) > 0 and sum(drafted) > 0
             speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, (None, None))
             ends = [rounded(end) for end in interval]
-            num_rounds = each.counted.num_rounds
-            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
+            num_rounds = one.counted.num_rounds
+            cells.append(Cell(one.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
             for context in contexts:
-                speedup = steady_speedup(each.setting, each.length, times, batch_size=size, context=context)
-                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
+                speedup = steady_speedup(one.setting, one.length, times, batch_size=size, context=context)
+                cells.append(Cell(one.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
     return cells
 
 

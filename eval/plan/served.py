@@ -69,7 +69,7 @@ class ServedPlanner(Planner):
 
     def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
         """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
-        timed = at_doublings([each.setting for each in accepted])
+        timed = at_doublings([one.setting for one in accepted])
         results = self.serve(timed, repeats=1)
         bases = [result.baseline_time_per_output_token_ms or 0.0 for result in results]
         if not all(bases) or not all(result.num_rounds for result in results):
@@ -95,15 +95,15 @@ class ServedPlanner(Planner):
     def check(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells, those that are chosen timed in llama-server, by turns with its plain decoding."""
         chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[self.config.check]
-        room, each = self.budget.room("check"), 2 * self.config.measure.num_repeats * self.answer_seconds
-        if chosen and room < each * len(chosen) * len(self.suite.prompts):
+        room, per_prompt = self.budget.room("check"), 2 * self.config.measure.num_repeats * self.answer_seconds
+        if chosen and room < per_prompt * len(chosen) * len(self.suite.prompts):
             chosen.sort(key=lambda cell: -cell.predicted_speedup)
-            fits = int(room / each / len(self.suite.prompts))
+            fits = int(room / per_prompt / len(self.suite.prompts))
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
         repeats = self.config.measure.num_repeats
         results = self.serve([cell.setting for cell in chosen], repeats=repeats) if chosen else []
-        found = {
+        checked = {
             cell.setting: replace(
                 cell,
                 measured_speedup=result.speedup,
@@ -112,7 +112,7 @@ class ServedPlanner(Planner):
             )
             for cell, result in zip(chosen, results, strict=True)
         }
-        return [found.get(cell.setting, cell) for cell in cells]
+        return [checked.get(cell.setting, cell) for cell in cells]
 
     @property
     def answer_seconds(self) -> float:

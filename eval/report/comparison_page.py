@@ -62,7 +62,7 @@ def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:
     """The settings that not all runs share, but their folders: the value of each run, None if it has none."""
     keys = sorted({key for run in runs for key in run.settings} - {"train.output_dir"})
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    return {key: settings for key, settings in values.items() if any(value != settings[0] for value in settings)}
 
 
 def write_page(folder: Path, evaluations: Sequence[NamedReport], runs: Sequence[TrainingRun]) -> Path:
@@ -99,7 +99,7 @@ def render(evaluations: Sequence[NamedReport], runs: Sequence[TrainingRun]) -> s
             environment_section({evaluation.name: evaluation.report for evaluation in evaluations}),
         ]
     return page_template("compare.html.j2").render(
-        names=[each.name for each in (*evaluations, *runs)],
+        names=[one.name for one in (*evaluations, *runs)],
         headline=headline(ranks) if results else runs_headline(runs),
         is_proved=bool(results) and len({rank.winner for rank in ranks}) == 1 and ranks[0].winner is not None,
         standings=ranks,

@@ -82,7 +82,7 @@ def merged(parts: Sequence[Accepted]) -> AcceptancePart | None:
     if not total:
         return None
     counts = zip(*([part.num_rounds * share for share in [1.0, *joint_rates(part)]] for part in parts), strict=True)
-    reached = [sum(each) for each in counts]  # by k, rounds in which at least k drafts were accepted
+    reached = [sum(at_depth) for at_depth in counts]  # by k, rounds in which at least k drafts were accepted
     rates = [taken / tried if tried else None for tried, taken in zip(reached, reached[1:], strict=False)]
     return AcceptancePart(total, sum(part.num_rounds * (part.acceptance_length or 0) for part in parts) / total, rates)
 

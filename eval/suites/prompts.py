@@ -140,7 +140,7 @@ def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
     """
     levels = [0] * len(candidates)
     while True:
-        names = [each[level] for each, level in zip(candidates, levels, strict=True)]
+        names = [names_by_level[level] for names_by_level, level in zip(candidates, levels, strict=True)]
         alike = [i for i, name in enumerate(names) if names.count(name) > 1]
         if not alike:
             return names

@@ -97,7 +97,7 @@ def written_sequences(
     if entry is None:
         return []
     try:
-        sequences = [(each["input_ids"], [tuple(turn) for turn in each["turns"]]) for each in entry["sequences"]]
+        sequences = [(one["input_ids"], [tuple(turn) for turn in one["turns"]]) for one in entry["sequences"]]
         check_shape(sequences)
         theirs = entry.get("tokenizer")
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -115,16 +115,16 @@ class JoinedDecoder:
             mask = mask.repeat(1, 1, groups, 1)
         written = cache.rows[:, None], self.kv_heads, cache.positions[:, None]
         shared = Shared(cos[:, None], sin[:, None], *written, mask)
-        kept = {}
+        entering = {}
         empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
         with nullcontext() if is_round else any_shape(x.device):
             for i, weights in enumerate(self.layers):
                 if i in wanted:
-                    kept[i] = x
+                    entering[i] = x
                 keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
                 layer = self._compiled if is_round and self.compiles else decoder_layer
                 x = layer(x, weights, keys, values, shared, self.sizes)
-        return DecoderOutput(rms_norm(x, self.final_norm, self.sizes.eps), kept)
+        return DecoderOutput(rms_norm(x, self.final_norm, self.sizes.eps), entering)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""

@@ -18,7 +18,7 @@ from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_
 RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
 
-def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) -> str | None:
+def read_states(model: nn.Module, layers: nn.ModuleList, layer_caches: Sequence[Any]) -> str | None:
     """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
 
     Their parts are found by the calls to the cache that their code makes, or by the attributes in which they keep their
@@ -27,20 +27,20 @@ def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) ->
     not of a known kind (see recurrences.py).
     """
     calls = RECURRENCES | {"update_conv_state"}
-    found: list[tuple[Any, Any]] = [
+    mixers: list[tuple[Any, Any]] = [
         (part.layer_idx, part) for part in model.modules() if hasattr(part, "layer_idx") and calls & calls_of(part)
     ]
     if passes_states(model):
-        found = list(enumerate(layers))
-    by_attributes = not found
+        mixers = list(enumerate(layers))
+    by_attributes = not mixers
     if by_attributes:  # the outermost part of each layer
         inside = {i: [part for part in layer.modules() if own_states(part)] for i, layer in enumerate(layers)}
-        found = [(i, parts[0]) for i, parts in inside.items() if parts]
-    for i, part in found:
+        mixers = [(i, parts[0]) for i, parts in inside.items() if parts]
+    for i, part in mixers:
         if not isinstance(vars(part).get("forward"), MethodType):
             stated = own_states(part) if by_attributes else []
             part.forward = MethodType(reading_rounds(part, i, stated), part)
-    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - {i for i, _ in found})
+    unknown = sorted({i for i, layer in enumerate(layer_caches) if keeps_states(layer)} - {i for i, _ in mixers})
     return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
 
 

@@ -116,10 +116,10 @@ def contract_of(config: Mapping[str, Any]) -> Contract:
     llama_keys(config, contract, model_type="qwen3")
     sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers", "num_target_layers", "block_size"))
     flags(config, contract, is_dflash=is_dflash)
-    found = config.get("target_layer_ids")
-    ids: list[int] = found if isinstance(found, list) and all(type(i) is int for i in found) else []
+    listed = config.get("target_layer_ids")
+    ids: list[int] = listed if isinstance(listed, list) and all(type(i) is int for i in listed) else []
     if not ids or ids != sorted(set(ids)):
-        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {found!r}")
+        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {listed!r}")
     if sizes is None or contract.problems:
         return contract
     token, last = config.get("mask_token_id"), sizes["num_target_layers"] - 1
@@ -198,15 +198,15 @@ def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> 
 def dflash2_keys(config: Mapping[str, Any], contract: Contract, *, hidden: int) -> None:
     """Report wrong sizes of DFlash2's parts."""
     for key in DFLASH2_KEYS:
-        found = config[key]
-        wrong = type(found) is not int or found < 1
+        count = config[key]
+        wrong = type(count) is not int or count < 1
         contract.report(
-            wrong, f"dflash_config.{key}: expected a count, found {found!r}: engines load no DFlash2 without"
+            wrong, f"dflash_config.{key}: expected a count, found {count!r}: engines load no DFlash2 without"
         )
         if key == "conv_kernel_size":
-            contract.report(not wrong and found != NUM_TAPS, f"dflash_config.{key}: {found}, expected {NUM_TAPS}")
+            contract.report(not wrong and count != NUM_TAPS, f"dflash_config.{key}: {count}, expected {NUM_TAPS}")
         if key == "conv_group_size" and not wrong:
-            contract.report(hidden % found != 0, f"dflash_config.{key}: {found} does not divide hidden_size {hidden}")
+            contract.report(hidden % count != 0, f"dflash_config.{key}: {count} does not divide hidden_size {hidden}")
 
 
 def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
@@ -322,17 +322,17 @@ def gguf_contract(file: GgufFile) -> Contract:
 
 def gguf_dflash2(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> None:
     """Add the convolutions and the selector of DFlash2."""
-    found = {key: file.own(key) for key in DFLASH2_KEYS}
-    wrong = [key for key, value in found.items() if type(value) is not int]
+    counts = {key: file.own(key) for key in DFLASH2_KEYS}
+    wrong = [key for key, value in counts.items() if type(value) is not int]
     if wrong:
-        contract.problems += [f"dflash.{key}: expected a count, found {found[key]!r}" for key in wrong]
+        contract.problems += [f"dflash.{key}: expected a count, found {counts[key]!r}" for key in wrong]
         return
-    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], found["selector_rank"], NUM_TAPS
+    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], counts["selector_rank"], NUM_TAPS
     codebooks = dict.fromkeys(("selector_predecessor.weight", "selector_successor.weight"), (vocab, rank))
     contract.shapes |= {**codebooks, "selector_hidden.weight": (rank, hidden)}
     for place in (f"blk.{i}.{kind}_conv" for i in range(sizes["block_count"]) for kind in ("attn", "ffn")):
         contract.shapes[f"{place}_base"] = (2, taps, hidden)
-        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // found["conv_group_size"], hidden)
+        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // counts["conv_group_size"], hidden)
 
 
 class BlockServing(Serving):

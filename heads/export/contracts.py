@@ -41,7 +41,7 @@ class Contract:
         """Add a problem if a config key has another value."""
         self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
-    def compare(self, found: Shapes, *, unknown: str, outcome: str = "") -> list[str]:
+    def compare(self, shapes: Shapes, *, unknown: str, outcome: str = "") -> list[str]:
         """The problems of a folder with tensors of these shapes: missing ones, other shapes, tensors too many.
 
         Args: unknown: why a tensor must not be there that `forbidden` does not name. outcome: of a missing one.
@@ -49,9 +49,9 @@ class Contract:
         problems = [
             f"tensor {name}: missing, expected {list(shape)}{outcome}"
             for name, shape in self.shapes.items()
-            if name not in found
+            if name not in shapes
         ]
-        for name, shape in found.items():
+        for name, shape in shapes.items():
             wanted = self.shapes.get(name, self.optional.get(name))
             if wanted is None:
                 problems.append(f"tensor {name}: must not be there: {self.forbidden.get(name, unknown)}")
@@ -63,10 +63,10 @@ class Contract:
 
 def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
     """The counts that determine shapes; None, with the problem reported, if one is missing."""
-    found: dict[str, Any] = {key: config.get(key) for key in keys}
-    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
-    contract.problems += [f"{key}: expected a count, found {found[key]!r}" for key in wrong]
-    return None if wrong else found
+    sizes: dict[str, Any] = {key: config.get(key) for key in keys}
+    wrong = [key for key, value in sizes.items() if type(value) is not int or value < 1]
+    contract.problems += [f"{key}: expected a count, found {sizes[key]!r}" for key in wrong]
+    return None if wrong else sizes
 
 
 def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:

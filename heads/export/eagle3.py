@@ -89,9 +89,9 @@ def plain(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     ids = config.get(FEATURE_IDS)
     if ids is not None or FEATURE_IDS in nested:
         wanted = [i - 1 for i in ids] if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
-        found = nested.get(FEATURE_IDS)
+        listed = nested.get(FEATURE_IDS)
         counted = f"expected {wanted}: SGLang counts outputs of layers, one less than vLLM's {ids}"
-        contract.report(found != wanted, f"eagle_config.{FEATURE_IDS}: {found}, {counted}")
+        contract.report(listed != wanted, f"eagle_config.{FEATURE_IDS}: {listed}, {counted}")
         contract.want(nested, "use_aux_hidden_state", True, "SGLang reads no features without it")
     if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != bool(config.get("norm_before_fc")):
         contract.problems.append("eagle_config.norm_before_fc: differs from norm_before_fc")

@@ -25,18 +25,18 @@ def vocab_size(file: GgufFile) -> int | None:
 
 def gguf_sizes(file: GgufFile, contract: Contract) -> dict[str, int] | None:
     """The counts that determine shapes; None, with the problem reported, if one is missing."""
-    found = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
-    for key, value in found.items():
+    sizes = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
+    for key, value in sizes.items():
         whose = f"{file.architecture}.{key}: expected a count ({SIZES[key]}), found {value!r}"
         contract.report(type(value) is not int or value < 1, whose)
-    return None if contract.problems else found
+    return None if contract.problems else sizes
 
 
 def flag(file: GgufFile, contract: Contract, key: str, *, allowed: tuple[bool | None, ...]) -> None:
     """Check a boolean key; None among `allowed` means that it may be missing."""
-    found, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
-    known = found is None or type(found) is bool
-    contract.report(not known or found not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {found!r}")
+    given, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
+    known = given is None or type(given) is bool
+    contract.report(not known or given not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {given!r}")
 
 
 def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:

@@ -119,14 +119,14 @@ def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -
     if most >= is_start.shape[1] and narrow_share == 0:
         return starts
     order = torch.rand(is_start.shape, device=is_start.device).masked_fill(~is_start, 2.0)
-    kept = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
-    positions, valid = starts.positions.gather(1, kept), starts.valid[torch.arange(len(kept))[:, None], kept]
+    drawn = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
+    positions, valid = starts.positions.gather(1, drawn), starts.valid[torch.arange(len(drawn))[:, None], drawn]
     if narrow_share == 0:
         return ChainStarts(positions, valid, has_gaps=True)
-    narrow = torch.rand(kept.shape, device=kept.device) < narrow_share
-    widths = torch.randint(1, num_depths + 1, kept.shape, device=kept.device)
+    narrow = torch.rand(drawn.shape, device=drawn.device) < narrow_share
+    widths = torch.randint(1, num_depths + 1, drawn.shape, device=drawn.device)
     widths = torch.where(narrow, widths, num_depths)
-    valid = valid & (torch.arange(num_depths, device=kept.device) < widths[..., None])
+    valid = valid & (torch.arange(num_depths, device=drawn.device) < widths[..., None])
     return ChainStarts(positions, valid, widths, has_gaps=True)
 
 

@@ -177,7 +177,7 @@ def nearest_position(frequencies: Tensor, num_slots: int, *, amplitude: float) -
         sizes = sizes / sizes.sum().clamp_min(1e-9)
         scores = amplitude * (sizes * torch.cos(distances + angle)).sum(1)
         share = sum(float(scores[nearest:].softmax(0)[0]) for nearest in range(num_slots)) / num_slots
-        best = max(best, (share, sizes, angle), key=lambda found: found[0])
+        best = max(best, (share, sizes, angle), key=lambda candidate: candidate[0])
     return best[1:]
 
 

@@ -52,11 +52,8 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
     code = token_code(attention, frequencies, first.input_layernorm(target.embed(ids).cpu().float()), positions.states)
 
     def attend(role: Role) -> Tensor:
-        found = [
-            attended(attention, role, *read_rows(head, batch))[fitted_positions(batch.loss_mask).cpu()]
-            for batch in batches
-        ]
-        return torch.cat(found)
+        by_batch = (attended(attention, role, *read_rows(head, batch)) for batch in batches)
+        return torch.cat([rows[fitted_positions(b.loss_mask).cpu()] for rows, b in zip(by_batch, batches, strict=True)])
 
     predicted = fit_layer(
         head.fc, attention, first.both, positions, frequencies, sizes=head.feature_sizes, code=code, attend=attend
@@ -115,7 +112,7 @@ def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
         tokens = embedded[at.roll(-1, 1)], embedded[at], embedded[after]
         parts.append([x.cpu() for x in (features[at].flatten(1), *tokens, states[at], states[after])])
         parts[-1].append(at.roll(-1, 1)[at].cpu())
-    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
+    joined = [torch.cat(lists) for lists in zip(*parts, strict=True)]
     features, before, current, embedded, states, following = (x.float() for x in joined[:-1])
     return Positions(features, before, current, embedded, states, following, goes_on=joined[-1])
 
@@ -166,7 +163,7 @@ def fit_layer(
     copied = [attend(role) for role in copying]
 
     def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([read(at.embedded[index], hidden), *(each[index] for each in copied)], 1)
+        return torch.cat([read(at.embedded[index], hidden), *(states[index] for states in copied)], 1)
 
     inputs, change = regressed_along_chains(hidden, at.goes_on, inputs_at, missing_of)
     attention.o_proj.weight.zero_()
@@ -248,7 +245,7 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
         for angle in (0.25, 0.5, 0.75, 1.0, 1.25):
             sizes = frequencies**power / (frequencies**power).sum()
             gap = float((sizes * (math.cos(angle) - torch.cos(distances + angle))).sum(1).min())
-            best = max(best, (gap, sizes, angle), key=lambda found: found[0])
+            best = max(best, (gap, sizes, angle), key=lambda candidate: candidate[0])
     gap, sizes, angle = best
     return NATS / max(gap, 0.05) * sizes, angle
 

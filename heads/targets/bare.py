@@ -39,7 +39,7 @@ class BareTarget(Target):
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
         stored = stored_tensors(path, revision=source.revision)
-        kinds = (DTYPES[each.dtype] for each in stored.values() if each.dtype in PLAIN)
+        kinds = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
         dtype = config.dtype or next(kinds, None)
         try:
             model = empty_model(source, dtype=dtype)
@@ -81,7 +81,7 @@ class BareTarget(Target):
 
     def _read(self, stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> None:
         """Give the parts their weights. Raises: NeedsLayers if the checkpoint has none for one of them."""
-        plain = {name: each for name, each in stored.items() if each.dtype in PLAIN}
+        plain = {name: tensor for name, tensor in stored.items() if tensor.dtype in PLAIN}
         reader = WeightReader(self.model, plain, name=self.name, dtype=dtype)
         missing = reader.read(self._modules(), ties=True)
         if missing and quantization(self.model.config) is not None:

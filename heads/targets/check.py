@@ -89,13 +89,13 @@ def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
     part = {"logits_to_keep": num_logits} if takes_part else {}
     try:
         with own_attention(target):
-            found = target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
+            output = target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
     # some pass on wider states than their weights are: they are as exact as these
-    found.hidden_states = tuple(state.to(target.dtype) for state in found.hidden_states)
-    return found
+    output.hidden_states = tuple(state.to(target.dtype) for state in output.hidden_states)
+    return output
 
 
 def check_texts(target: Any) -> list[Tensor]:
@@ -193,20 +193,20 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     cache = target.new_cache(room, num_rows=2, width=BEHIND)
     with in_chunks(target, num - BEHIND):
         output = read_prompts(target, ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
-    found = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
+    pairs = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
     round_, half = prompts[:, None] + torch.arange(BEHIND, device=ids.device), BEHIND // 2  # [2, Q]
     wrong = (torch.arange(BEHIND, device=ids.device) >= half).long()  # drafts that are not the text
     tokens = (ids[0][round_] + wrong) % target.vocab_size
     output = target.forward(tokens, cache=cache, positions=round_, extent=num)
-    found["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
+    pairs["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
     behind = round_[:, half:]
     output = target.forward(ids[0][behind], cache=cache, positions=behind, extent=num)
-    found["a round behind rejected drafts"] = pick(states, behind), output.post_norm
+    pairs["a round behind rejected drafts"] = pick(states, behind), output.post_norm
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
     target.state_bytes = alone.state_bytes if isinstance(alone, StateCache) else 0
-    return {**found, "the newest token": (states[:, -1:], output.post_norm)}
+    return {**pairs, "the newest token": (states[:, -1:], output.post_norm)}
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class ShardedTarget(Target):
             raise BadInput(f"target {path}: stored quantised ({method}): not with train.shard_target")
         stored = stored_tensors(path, revision=source.revision)
         fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
-        dtype = config.dtype or next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), None)
+        dtype = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), None)
         try:
             model = empty_model(source, dtype=dtype)
             drop_other_modalities(model)

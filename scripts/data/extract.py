@@ -92,8 +92,8 @@ def extract(
         pack_linears(target.base)
 
     def encode() -> None:
-        done = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
-        encode_into(output / TOKENS, data, target, console, is_begun=bool(done))
+        written = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
+        encode_into(output / TOKENS, data, target, console, is_begun=bool(written))
 
     def tidy() -> None:
         clear_unfinished(output)

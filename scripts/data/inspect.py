@@ -122,7 +122,7 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
     for (segment, is_supervised), run in groupby(tokens, key=lambda token: token[1:]):
         part, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
-        part = printable(part, kept="\n\t")
+        part = printable(part, shown="\n\t")
         if is_coloured:
             text.append(part, style=STYLES[name] if is_supervised else UNSUPERVISED)
         else:

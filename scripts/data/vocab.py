@@ -41,11 +41,11 @@ def vocab(
         raise BadInput(f"--output {output}: exists already")
     skeleton = load_skeleton(run.target)
     vocab_size, wanted = skeleton.vocab_size, run.head.draft_vocab_size
-    counts, kept = count_rows(run, skeleton)
+    counts, num_rows = count_rows(run, skeleton)
     always = always_kept(skeleton.tokenizer, eos_token_ids=skeleton.eos_token_ids, vocab_size=vocab_size)
     sizes = sorted({size for size in (*SIZES, wanted or vocab_size, vocab_size) if len(always) <= size <= vocab_size})
     covered = {size: coverage(counts, most_frequent(counts, size=size, always=always)) for size in sizes}
-    table = Table(title=f"{skeleton.name}: {counts.sum():,} supervised tokens in {kept:,} rows")
+    table = Table(title=f"{skeleton.name}: {counts.sum():,} supervised tokens in {num_rows:,} rows")
     table.add_column("draft vocabulary", justify="right")
     table.add_column("covers", justify="right")
     for size, share in covered.items():

@@ -103,9 +103,9 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machin
         if is_late and any(not earlier.out for earlier in measured):
             measured.append(Measured(candidate.name, out="there was no time to measure it"))
             continue
-        found = measure_candidate(target, skeleton, candidate, work, engine=run.settings.engine)
-        run.say(f"  {found.name}: {found.out or f'speedup up to {found.bound:.2f}'}")
-        measured.append(found)
+        speed = measure_candidate(target, skeleton, candidate, work, engine=run.settings.engine)
+        run.say(f"  {speed.name}: {speed.out or f'speedup up to {speed.bound:.2f}'}")
+        measured.append(speed)
     return Machine(
         round(cell.baseline.round_ms, 3),
         work.batch_size,

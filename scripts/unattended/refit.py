@@ -43,11 +43,11 @@ def find_rows(run: RefitRun) -> Found:
     """What is in the files, of which conversations are held out."""
     new, old = run.sides
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
-    found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
-    run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
-    for reason, count in list(found.unread.items())[:3]:
+    rows = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
+    run.say(f"{rows.new} answered conversations, {sizes[0]} held out; of {rows.old} old ones {sizes[1]}")
+    for reason, count in list(rows.unread.items())[:3]:
         run.say(f"  {count} rows are left out: {reason}")
-    return found
+    return rows
 
 
 def end_of_reading(run: RefitRun) -> float:

@@ -168,8 +168,8 @@ def open_session(
     with OwnedFolder(output, command=command, settings=options) as folder:
         check_same_settings(folder.settings, options, folder=folder.path)
         with Stopping() as stopping:
-            clock, found = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
-            yield kind(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
+            clock, begun = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
+            yield kind(settings, begun, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
 
 
 def check_started_once(command: str) -> None:
@@ -181,22 +181,22 @@ def check_started_once(command: str) -> None:
 def files_digest(paths: Iterable[str]) -> str:
     """A hash of the contents of files, and of a model's folder, whose weights are sampled. Of paths that are neither,
     such as hub ids, the name is hashed."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
         place = Path(path).expanduser()
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
             if not file.is_file():
-                found.update(file.name.encode() if place.is_dir() else path.encode())
+                digest.update(file.name.encode() if place.is_dir() else path.encode())
             elif file.suffix in WEIGHTS:
                 size = file.stat().st_size
-                found.update(f"{file.name} {size}".encode())
+                digest.update(f"{file.name} {size}".encode())
                 with file.open("rb") as opened:
                     for part in range(SAMPLED):
                         opened.seek(part * size // SAMPLED)
-                        found.update(opened.read(SAMPLE_BYTES))
+                        digest.update(opened.read(SAMPLE_BYTES))
             else:
-                found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def target_dtype(target: str, device: str, dtype: str) -> str:

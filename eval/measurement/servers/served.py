@@ -91,14 +91,14 @@ def measure_served(
             config = replace(config, setting=chain(length))
             drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in files.read))
             name = files.head.name if files.head else "none"
-            kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
+            stored = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
             per_round = 0 if files.looks_up else length
             with ExitStack() as stack:
                 afresh = partial(answer_afresh, command)
                 drafting = afresh if files.looks_up else stack.enter_context(LlamaServer(command)).answer
                 sides = [drafting, plain.answer]
                 results.append(
-                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, kept=kept)
+                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, stored=stored)
                 )
     return results
 
@@ -124,7 +124,7 @@ def one_length(
     *,
     on_prompt: Callable[[], object],
     per_round: int,
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
 ) -> Result:
     """Measure both sides, as `LlamaServer.answer` each, on all prompts at one K."""
 
@@ -136,18 +136,19 @@ def one_length(
             ask(part.prompts[0], which)
 
     def both(number: int, part: Suite) -> Record:
-        found: list[list[dict[str, Any]]] = [[], []]
+        answers_by_side: list[list[dict[str, Any]]] = [[], []]
         for repeat in range(config.num_repeats):
             for which in (0, 1) if (number + repeat) % 2 == 0 else (1, 0):
-                found[which].append(asdict(ask(part.prompts[0], which)))
-        return {"sides": found}
+                answers_by_side[which].append(asdict(ask(part.prompts[0], which)))
+        return {"sides": answers_by_side}
 
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
-    done, failed = measure_parts(parts, both, warm_up, kept=kept, on_part=on_prompt)
+    answered, failed = measure_parts(parts, both, warm_up, stored=stored, on_part=on_prompt)
     answers = [
-        ServedAnswers(*([ServerAnswer(**one) for one in side] for side in record["sides"])) for record in done.values()
+        ServedAnswers(*([ServerAnswer(**one) for one in side] for side in record["sides"]))
+        for record in answered.values()
     ]
-    suite = replace(suite.subset(list(done)), failed=[*suite.failed, *failed])
+    suite = replace(suite.subset(list(answered)), failed=[*suite.failed, *failed])
     return result_of(suite, config, answers, name=name, per_round=per_round)
 
 

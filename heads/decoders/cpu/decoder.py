@@ -87,7 +87,7 @@ class CpuLayers:
         last: Tensor | None = None,
         read: Tensor | None = None,
         first_layer: int = 0,
-        kept: Iterable[Tensor | None] = (),
+        entering: Iterable[Tensor | None] = (),
         final_norm: Tensor | None = None,
         choice: "Choice | None" = None,
     ) -> Tensor:
@@ -98,13 +98,13 @@ class CpuLayers:
             mask: [B, 1, Q, P] additive; None: a token sees the slots up to its own, or up to `last` [B, Q].
             read: [B, Q, in] input of the first layer's attention; None: the normalised residual stream.
             first_layer: index of the first layer in the cache.
-            kept: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
+            entering: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
             final_norm: [D] gain of a norm after the last layer; None: no norm.
             choice: also compute the argmax of an output layer for each token.
         """
         library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
         assert library is not None
-        for layer, place in zip(self.layers, kept, strict=False):
+        for layer, place in zip(self.layers, entering, strict=False):
             layer.kept = None if place is None else place.data_ptr()
         mask = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
         slots = cache.positions.expand(x.shape[:2]).contiguous()
@@ -208,8 +208,8 @@ class CpuDecoder:
         Args: chooses: whether to compute `best` too.
         """
         choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
-        kept = {i: torch.empty_like(x) for i in wanted}
-        by_layer = [kept.get(i) for i in range(len(self.layers.weights))]
+        entering = {i: torch.empty_like(x) for i in wanted}
+        by_layer = [entering.get(i) for i in range(len(self.layers.weights))]
         if self.has_tables:
             tables = self.rotary.tables(cache.max_length, like=x)
         else:
@@ -217,8 +217,8 @@ class CpuDecoder:
             tables = Tables(cos.contiguous(), sin.contiguous())
             positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
         ends = {"final_norm": self.final_norm, "choice": choice}
-        out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
-        return DecoderOutput(out, kept, None if choice is None else choice.best)
+        out = self.layers(x, cache, tables, positions, mask=mask, entering=by_layer, **ends)
+        return DecoderOutput(out, entering, None if choice is None else choice.best)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
