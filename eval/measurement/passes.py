@@ -106,7 +106,7 @@ def measure_parts(
     Args:
         measure_part: makes a part's record, which is stored unless it has an entry in `failed`.
         warm_up: called, untimed, before the first part that is measured, or with `warms_each` before every one.
-        kept: the store of records, and the key of this measurement in it.
+        stored: the store of records, and the key of this measurement in it.
     """
     records: dict[int, Record] = {}
     failed: list[FailedPrompt] = []

@@ -178,7 +178,7 @@ def decode_in_turns(
 
     With recorded steps, every prompt is decoded once before it is timed, so that its steps have been recorded.
 
-    Args: kept: the store of prompts that were timed, and their key in it.
+    Args: stored: the store of prompts that were timed, and their key in it.
 
     Returns: the answers of each way, the indices of the prompts that they are of, and the prompts that failed.
     """
