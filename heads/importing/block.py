@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
-from ..block import BlockConfig
+from ..block_network import BlockConfig
 from ..export.block import DFLASH, DFLASH2
 from ..export.tensor_files import TensorFiles
 from ..nn.dflash2 import NUM_TAPS
