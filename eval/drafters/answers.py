@@ -40,8 +40,8 @@ class Answers:
         """From now on do not look up answers to these prompts, or to these questions in any prompt."""
         num_before = len(self.looked_up)
         self.left_out |= {*map(tuple, prompts), *questions}
-        if len(self.looked_up) < num_before:
-            self.__dict__.pop("trie", None)  # the next use makes it anew
+        if len(self.looked_up) < num_before and "trie" in vars(self):
+            del self.trie  # the next use makes it anew
 
     @property
     def looked_up(self) -> list[tuple[list[int], list[int]]]:

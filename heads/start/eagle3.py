@@ -139,28 +139,29 @@ def fit_layer(
         attend: maps the role of these heads to the `attended` embeddings [n, D], with the weights that `fc` and the
             attention have by then.
     """
-    features = at.features / sizes
+    # `fc`: the states at t, and the codes of tokens where heads copy
+    features, size = at.features / sizes, at.states.shape[1]
     fused = ridge(features, at.states)  # [L * D, D]
-    size = at.states.shape[1]
     before, current, following = (read(x, at.states)[:, :size] for x in (at.before, at.current, at.embedded))
     if code is not None:
         fused = code.cleared(fused) + ridge(features, code.held(current, before))
-
-    def missing_of(index: Tensor, hidden: Tensor) -> Tensor:
-        """[n, D] what is to be added to predicted states for those at `index`."""
-        if code is None:
-            return at.following[index] - hidden
-        return code.missing(at.following[index], hidden, following[index])
-
-    own, *copying = roles_of(attention, copies=code is not None)
-    hidden = features @ fused
-    larger = fresh_size(fc) * SCALE / rms(fused)
+    hidden, larger = features @ fused, fresh_size(fc) * SCALE / rms(fused)
     fc.weight.copy_(larger * fused.T / sizes)
+
+    # queries and keys: where each role of heads looks
+    own, *copying = roles_of(attention, copies=code is not None)
     constant = ridge(read(at.embedded, hidden), torch.ones(len(hidden), 1), strength=1e-3)[:, 0]
     look_at_itself(attention, constant, frequencies, key_heads=own.key_heads(attention))
     if code is not None:
         find_tokens(attention, copying[0], code)
     copied = [attend(role) for role in copying]
+
+    # values and output projection: from what the roles read to what is missing of the following states
+    def missing_of(index: Tensor, hidden: Tensor) -> Tensor:
+        """[n, D] what is to be added to predicted states for those at `index`."""
+        if code is None:
+            return at.following[index] - hidden
+        return code.missing(at.following[index], hidden, following[index])
 
     def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([read(at.embedded[index], hidden), *(states[index] for states in copied)], 1)
