@@ -114,7 +114,7 @@ def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
     """Whether transformers can decode with this drafter."""
     if isinstance(drafter, DraftModelDrafter):
         return target.config.vocab_size == drafter.model.config.vocab_size
-    return drafter is None or (isinstance(drafter, NgramDrafter) and drafter.min_ngram == 1)
+    return drafter is None or isinstance(drafter, NgramDrafter)
 
 
 def our_decoding(
