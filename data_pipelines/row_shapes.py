@@ -81,7 +81,7 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     data = known_keys(row.data)
     answer = answer_in(data)
     if is_chat(data):
-        shaped = _chat(data, row.origin)
+        shaped = _shaped_chat(data, row.origin)
     elif "prompt" in data and (answer is not None or "text" not in data):
         shaped = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
     elif "instruction" in data and answer is not None:
@@ -94,10 +94,10 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
         known = f"{SHAPES}, or `prompt` alone"
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
-    return Conversation(shaped, list(_turns(shaped, row.origin)), truncated)
+    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), truncated)
 
 
-def _chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _shaped_chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """A chat with its tools and the variables of its template, as rows are written."""
     chat = chat_of(data, origin)
     if not chat.is_answered:
@@ -113,10 +113,10 @@ def _prompted(data: Mapping[str, Any], prompt: Any, answer: Any, origin: str, *,
         return {"prompt": prompt}
     if not as_messages:
         return {"prompt": prompt, "response": answer}
-    return _chat({**data, "prompt": [{"role": "user", "content": prompt}], "response": answer}, origin)
+    return _shaped_chat({**data, "prompt": [{"role": "user", "content": prompt}], "response": answer}, origin)
 
 
-def _turns(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
+def _turn_texts(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
     for message in data.get("messages", ()):
         parts = [message.get("reasoning_content"), message["content"]]
         calls = message.get("tool_calls")

@@ -60,7 +60,7 @@ def push(
     chosen = to or next(iter(engines_of(head.family)), "")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "head")
-        prepare(head, run, folder, repo=repo, to=chosen, base_model=named, report=report)
+        prepare_upload(head, run, folder, repo=repo, to=chosen, base_model=named, report=report)
         if dry_run:
             for path in sorted(folder.rglob("*")):
                 if path.is_file():
@@ -70,7 +70,7 @@ def push(
         print(upload(folder, repo, private=private, create_pr=create_pr, endpoint=endpoint or None))
 
 
-def prepare(
+def prepare_upload(
     head: "HeadFolder", run: Path, folder: Path, *, repo: str, to: str, base_model: str, report: Path | None
 ) -> None:
     """Everything that goes to the hub, in a new folder. Raises BadInput if the export breaks its contract."""

@@ -51,11 +51,11 @@ def read_gguf(path: Path) -> GgufFile:
     """
     check_gguf(path)
     stat = path.stat()
-    return _read(path, stat.st_size, stat.st_mtime_ns)
+    return _read_gguf(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)  # the package takes seconds for a vocabulary, and a command asks for one file several times
-def _read(path: Path, size: int, mtime_ns: int) -> GgufFile:
+def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
     """size, mtime_ns: of the file as it is now, by which another one of the same name is read anew."""
     try:
         from gguf import GGUFReader

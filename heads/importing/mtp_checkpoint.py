@@ -122,7 +122,7 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
     wanted = {name: value.detach().clone() for name, value in state.items()}
     where = tensor_locations(folder)
     for name, view in views_on_disk(wanted, where).items():
-        view.copy_(_read(folder, where, name, view.shape))
+        view.copy_(_read_tensor(folder, where, name, view.shape))
     return wanted
 
 
@@ -139,7 +139,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
     before = tensor_locations(folder)
     new = views_on_disk(state, before)
     for name, value in new.items():
-        _read(folder, before, name, value.shape)
+        _read_tensor(folder, before, name, value.shape)
     changed = {before[name].name for name in new}
     shutil.copytree(folder, output_folder, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
     for file in changed:
@@ -183,7 +183,7 @@ def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str,
     return views
 
 
-def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
+def _read_tensor(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
     if name not in where:
         raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module")
     with safe_open(where[name], framework="pt") as opened:

@@ -223,7 +223,7 @@ def try_shares(run: RefitRun) -> list[Share]:
     return shares
 
 
-def choose(run: RefitRun) -> str:
+def choose_share(run: RefitRun) -> str:
     """The folder of the new head: the best one on validation rows, or the trained one if there was no choice."""
     old, trained = run.settings.head, run.journal.trained
     if not run.journal.shares:

@@ -56,7 +56,7 @@ REFIT: Sequence[Stage[RefitRun]] = (
     Stage("plan", refit.plan_training),
     Stage("trained", refit.train),
     Stage("shares", refit.try_shares),
-    Stage("head", refit.choose),
+    Stage("head", refit.choose_share),
     Stage("compared", refit.compare_heads),
     Stage("decision", refit.decide),
 )
