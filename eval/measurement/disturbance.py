@@ -112,14 +112,13 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
     speedup = sum over batches of (committed tokens * median baseline step) / sum of (rounds * median round), with
     medians per batch, so that a drift of the machine's speed affects both sides.
     """
-    rounds = [round_ for batch in batches for run in batch.drafted.runs for round_ in run.rounds[1:]]
-    steps = [round_ for batch in batches for run in batch.baseline.runs for round_ in run.rounds[1:]]
+    rounds = [round_ for batch in batches for round_ in batch.drafted.rounds]
+    steps = [round_ for batch in batches for round_ in batch.baseline.rounds]
     if not rounds or not steps:
         return StepMedians()
     pairs = []
     for batch in batches:
-        fast = [round_ for run in batch.drafted.runs for round_ in run.rounds[1:]]
-        plain = [round_.seconds for run in batch.baseline.runs for round_ in run.rounds[1:]]
+        fast, plain = batch.drafted.rounds, [round_.seconds for round_ in batch.baseline.rounds]
         counted = acceptance(fast, num_draft_tokens=num_draft_tokens)
         if fast and plain:
             step, whole = statistics.median(plain), statistics.median(round_.seconds for round_ in fast)

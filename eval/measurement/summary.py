@@ -286,8 +286,8 @@ def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) ->
     formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms), as if every round had
     committed the mean. It differs from the measured speedup because max_new_tokens cuts last rounds.
     """
-    rounds = [round_ for batch in batches for run in batch.drafted.runs for round_ in run.rounds[1:]]
-    steps = [round_ for batch in batches for run in batch.baseline.runs for round_ in run.rounds[1:]]
+    rounds = [round_ for batch in batches for round_ in batch.drafted.rounds]
+    steps = [round_ for batch in batches for round_ in batch.baseline.rounds]
     if not rounds or not steps or acceptance_length is None:
         return Timing()
     whole = 1000 * statistics.fmean(round_.seconds for round_ in rounds)
