@@ -37,7 +37,7 @@ BARS = {"mfu": (">=", 0.40), "peak_bytes": ("<=", 20e9)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class StepSize:
     """What is measured."""
 
     shape: Shape
@@ -51,15 +51,15 @@ class Size:
 
 
 SIZES = {
-    "toy": Size(
+    "toy": StepSize(
         shape=TOY, heads=("eagle3",), swept=SERVED, contexts=(32,), draft_vocabulary=128, is_compiled=True, steps=2
     ),
-    "8b": Size(
+    "8b": StepSize(
         shape=LARGE, heads=("eagle3",), swept=SERVED, contexts=(2048, 8192), draft_vocabulary=32000, is_compiled=True,
         steps=3,
     ),
-    "small": Size(shape=SMALL, heads=sorted(HEADS), is_estimated=True),
-    "large": Size(
+    "small": StepSize(shape=SMALL, heads=sorted(HEADS), is_estimated=True),
+    "large": StepSize(
         shape=LARGE, heads=sorted(HEADS), swept=("eagle3",), contexts=(2048, 8192), draft_vocabulary=32000,
         is_estimated=True,
     ),
@@ -67,7 +67,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(store.Cell):
+class StepCell(store.BenchedCell):
     """A step of one shape. what: `step`, timed; `profile`, its third one by operator; `estimate`, of its memory."""
 
     shape: Shape
@@ -76,16 +76,16 @@ class Cell(store.Cell):
     num_steps: int = 0
 
 
-def cell_of(shape: Shape, *, what: str = "step", is_compiled: bool = False, num_steps: int = 0) -> Cell:
+def cell_of(shape: Shape, *, what: str = "step", is_compiled: bool = False, num_steps: int = 0) -> StepCell:
     """A cell and its name."""
     options = "".join(f", {key} {value}" for key, value in shape.options.items())
     drafted = f" of which {shape.draft_vocabulary} drafted" if shape.draft_vocabulary else ""
     name = f"{shape.head}, {shape.depths} depths{options}, T {shape.context}, V {shape.vocabulary}{drafted}"
     name = {"step": "", "profile": "profile of ", "estimate": "estimate of "}[what] + name + ", compiled" * is_compiled
-    return Cell(name=name, shape=shape, what=what, is_compiled=is_compiled, num_steps=num_steps)
+    return StepCell(name=name, shape=shape, what=what, is_compiled=is_compiled, num_steps=num_steps)
 
 
-def shape_of(size: Size, head: str) -> Shape:
+def shape_of(size: StepSize, head: str) -> Shape:
     """A family's shape where compile, bars and profiles are."""
     config = HEADS[head].config_class(type=head)
     # at 8B shape an output layer of its own per depth has as many weights as the target's body
@@ -94,7 +94,7 @@ def shape_of(size: Size, head: str) -> Shape:
     return replace(size.shape, head=head, depths=config.num_depths, options=options)
 
 
-def cells_of(size: Size) -> Iterator[Cell]:
+def cells_of(size: StepSize) -> Iterator[StepCell]:
     """All cells to measure, in order of importance."""
     for head in size.heads:
         yield from step_cells(size, shape_of(size, head))
@@ -109,7 +109,7 @@ def cells_of(size: Size) -> Iterator[Cell]:
             yield cell_of(replace(LARGE, draft_vocabulary=drafted), what="estimate")
 
 
-def step_cells(size: Size, shape: Shape) -> Iterator[Cell]:
+def step_cells(size: StepSize, shape: Shape) -> Iterator[StepCell]:
     """A shape's timed steps, of EAGLE-3 also with a cut draft vocabulary."""
     cut = [size.draft_vocabulary] if shape.head == "eagle3" and size.draft_vocabulary else []
     for drafted in (None, *cut):
@@ -118,7 +118,7 @@ def step_cells(size: Size, shape: Shape) -> Iterator[Cell]:
             yield cell_of(each, is_compiled=is_compiled, num_steps=size.steps)
 
 
-def measure(cell: Cell, device: str) -> Figures:
+def measure(cell: StepCell, device: str) -> Figures:
     """The figures of a cell."""
     if cell.what == "estimate":
         return {"peak_bytes": estimated_peak(cell.shape)}

@@ -19,7 +19,7 @@ import torch
 from ..configs.errors import BadInput
 from ..eval.measurement.environment import Environment, device_name
 from ..heads.loading import default_device
-from .engine_cells import CELLS, MAIN, OTHERS, SIZES, Workbench, random_target
+from .engine_cells import CELLS, MAIN, OTHERS, SIZES, EngineWorkbench, random_target
 from .store import CellStore, Figures, judge
 
 # what is asked of a GPU of the H200 class at 8B shape, batch 1
@@ -101,7 +101,7 @@ def run(which: str, size_name: str, output: Path, device: torch.device) -> tuple
     store = CellStore(output, header, summarize)
     cells = CELLS[which](size, "graph" if device.type == "cuda" else "eager")
     if not all(map(store.has, cells)):
-        bench = Workbench(random_target(size, device), size)
+        bench = EngineWorkbench(random_target(size, device), size)
         store.document.setdefault("environment", asdict(Environment.of(bench.target)))
         return store.document, store.run(cells, bench.measure)
     return store.document, 0

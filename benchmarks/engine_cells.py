@@ -36,7 +36,7 @@ EMBEDDING_SCALE = 5000.0  # of a token's embedding, over what it is initialised 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class EngineSize:
     """A Llama target's sizes, and how much is measured on it."""
 
     llama: dict[str, int]
@@ -67,7 +67,7 @@ class Size:
 
 
 SIZES = {
-    "toy": Size(
+    "toy": EngineSize(
         llama={
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
             "num_key_value_heads": 2, "vocab_size": 128,
@@ -75,7 +75,7 @@ SIZES = {
         dtype="float32", contexts=(16, 48), batch_sizes=(1, 3), long_batch_sizes=(1, 2),
         verified=(2, 64), num_passes=2, num_prompts=2, num_new=24, num_repeats=1, draft_vocabulary=48,
     ),
-    "8b": Size(
+    "8b": EngineSize(
         llama={
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256,
@@ -87,7 +87,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def random_target(size: Size, device: torch.device) -> Target:
+def random_target(size: EngineSize, device: torch.device) -> Target:
     """A Llama with random weights, made on the device, whose greedy text counts: x, x + 1, x + 2, ...
 
     Each token's embedding outweighs what all layers add to it, and the output layer looks for the one before. So the
@@ -109,7 +109,7 @@ def random_target(size: Size, device: torch.device) -> Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(store.Cell):
+class RoundsCell(store.BenchedCell):
     """Settings that are measured interleaved with baseline steps."""
 
     steps: str  # as `Engine` takes them
@@ -123,9 +123,9 @@ class Cell(store.Cell):
     without: str = ""  # one of LEFT_OUT
 
 
-def single_cells(size: Size, steps: str) -> list[Cell]:
+def single_cells(size: EngineSize, steps: str) -> list[RoundsCell]:
     """One row at the usual context and a few more rows, the most telling cells first."""
-    base = Cell(name="baseline", steps=steps, batch_size=1, context=size.context, num_passes=size.num_passes)
+    base = RoundsCell(name="baseline", steps=steps, batch_size=1, context=size.context, num_passes=size.num_passes)
     main = replace(base, head=MAIN, draft_vocabulary=size.draft_vocabulary, num_draft_tokens=NUM_DRAFT)
     cells = [replace(base, name=f"baseline without {part}", without=part) for part in LEFT_OUT]
     cells = [base, *(cells if steps != "eager" else [])]
@@ -141,9 +141,9 @@ def single_cells(size: Size, steps: str) -> list[Cell]:
     return cells
 
 
-def load_cells(size: Size, steps: str) -> list[Cell]:
+def load_cells(size: EngineSize, steps: str) -> list[RoundsCell]:
     """EAGLE-3 by rows at a time and context."""
-    main = Cell(
+    main = RoundsCell(
         name="", steps=steps, batch_size=1, context=size.context, num_passes=2, head=MAIN,
         draft_vocabulary=size.draft_vocabulary, num_draft_tokens=NUM_DRAFT,
     )  # fmt: skip
@@ -152,28 +152,28 @@ def load_cells(size: Size, steps: str) -> list[Cell]:
     return [batch_cell(main, *condition) for condition in conditions]
 
 
-def batch_cell(cell: Cell, batch_size: int, context: int) -> Cell:
+def batch_cell(cell: RoundsCell, batch_size: int, context: int) -> RoundsCell:
     return replace(cell, name=f"batch {batch_size} context {context}", batch_size=batch_size, context=context)
 
 
 CELLS = {"single": single_cells, "load": load_cells}
 
 
-class Workbench:
+class EngineWorkbench:
     """A target, and what its cells share: one head at a time, and the texts of synthetic acceptance."""
 
-    def __init__(self, target: Target, size: Size):
+    def __init__(self, target: Target, size: EngineSize):
         self.target, self.size = target, size
         self.heads: dict[tuple[str, int | None], DraftHead] = {}
         self.text = size.prompts(1, length=4 * max(size.contexts))[0]
         self.prompts = size.prompts(size.num_prompts, length=size.context)
 
-    def measure(self, cell: Cell) -> store.Figures:
+    def measure(self, cell: RoundsCell) -> store.Figures:
         """The cell's figures."""
         with left_out(cell.without, self.target):
             return self.decode(cell) if cell.rates else self.time(cell)
 
-    def time(self, cell: Cell) -> store.Figures:
+    def time(self, cell: RoundsCell) -> store.Figures:
         """Rounds, each pass beside baseline steps."""
         drafter, settings = self.drafted(cell)
         check_room(self.target, [cell.context], settings)
@@ -184,7 +184,7 @@ class Workbench:
             timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
         return timed_figures(timer)
 
-    def decode(self, cell: Cell) -> store.Figures:
+    def decode(self, cell: RoundsCell) -> store.Figures:
         """Texts with drafts that are right at the cell's rates, and without. The head's time counts, not its drafts."""
         head, (setting,) = self.drafted(cell)
         config = MeasureConfig(
@@ -203,7 +203,7 @@ class Workbench:
             "identical_texts": result.lossless.identical,
         }
 
-    def drafted(self, cell: Cell) -> tuple[Drafter | None, list[DraftSetting]]:
+    def drafted(self, cell: RoundsCell) -> tuple[Drafter | None, list[DraftSetting]]:
         """The drafter of a cell, and its chain."""
         if not cell.num_draft_tokens:
             return None, []

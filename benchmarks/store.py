@@ -15,13 +15,13 @@ Figures = dict[str, Any]  # of a cell, as JSON has them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class BenchedCell:
     """What is measured in one go: all that its figures depend on, and a name that no other cell has."""
 
     name: str
 
 
-C = TypeVar("C", bound=Cell)
+C = TypeVar("C", bound=BenchedCell)
 
 
 class CellStore(Generic[C]):

@@ -27,7 +27,7 @@ from ..heads import base
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.loss import chunked
 from ..heads.loss.chains import ChainStarts, chain_starts
-from ..heads.loss.chunked import Plan
+from ..heads.loss.chunked import ChunkPlan
 from ..heads.nn import chain_attention, kept, sight
 from ..heads.nn.fusing import fused
 from ..heads.nn.target_output import TargetOutput
@@ -102,9 +102,9 @@ class LiveBytes(TorchDispatchMode):
 class PreparedStarts(ChainStarts):
     """Chain starts of tensors without contents, with all that the host reads of them."""
 
-    made: Plan
+    made: ChunkPlan
 
-    def plan(self, num_positions: int, *, size: int) -> Plan:
+    def plan(self, num_positions: int, *, size: int) -> ChunkPlan:
         return self.made
 
 
@@ -170,7 +170,7 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
         with unset_fake_temporarily():
             plan = starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
         chains, positions = (mode.from_tensor(tensor) for tensor in (plan.chains, plan.positions))
-        prepared.made = Plan(positions, chains, plan.sizes, plan.size)
+        prepared.made = ChunkPlan(positions, chains, plan.sizes, plan.size)
         stack.enter_context(patch.object(base, "chain_starts", lambda *_: prepared))
         return peak_bytes(head, batch, dtype=shape.dtype)
 

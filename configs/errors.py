@@ -18,10 +18,10 @@ class BadInput(ValueError):
         super().__init__(printable(str(message)))
 
 
-def printable(text: str, *, kept: str = "") -> str:
-    """A text with the characters that a terminal acts on, such as ESC, escaped as in a Python string. kept: characters
+def printable(text: str, *, shown: str = "") -> str:
+    """A text with the characters that a terminal acts on, such as ESC, escaped as in a Python string. shown: characters
     to leave as they are."""
-    return ACTING.sub(lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text)
+    return ACTING.sub(lambda match: match[0] if match[0] in shown else match[0].encode("unicode_escape").decode(), text)
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def _typed(annotation: Any) -> Any:
         return Annotated[annotation, Strict()]
     if origin is Annotated:
         expanded = AfterValidator(os.path.expanduser)
-        return Annotated[(_typed(args[0]), *(expanded if each is LOCAL else each for each in annotation.__metadata__))]
+        return Annotated[(_typed(args[0]), *(expanded if part is LOCAL else part for part in annotation.__metadata__))]
     if origin in (Union, UnionType):
         return Union[tuple(_typed(arg) for arg in args)]  # noqa: UP007 (built from a tuple)
     if origin is None or origin is Literal or not args:

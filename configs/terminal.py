@@ -15,4 +15,4 @@ class PlainConsole(Console):
         super().__init__(**{"markup": False, "emoji": False, **settings})
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        return super().render_str(printable(text, kept="\n\t"), **settings)
+        return super().render_str(printable(text, shown="\n\t"), **settings)

@@ -55,8 +55,8 @@ def check_type(value: Any, kind: Any, *, name: str) -> None:
     """Raises BadInput, which opens with the name, if a JSON value is not of a type; kind: as in `fits`."""
     if not fits(value, kind):
         text = repr(value)
-        found = text if len(text) <= 80 else f"{text[:77]}..."
-        raise BadInput(f"{name}: expected {described(kind)}, found {found}")
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise BadInput(f"{name}: expected {kind_in_words(kind)}, found {shown}")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -78,15 +78,15 @@ def fits(value: Any, kind: Any) -> bool:
     return type(value) is kind or kind not in (*NAMES, NoneType)
 
 
-def described(kind: Any) -> str:
+def kind_in_words(kind: Any) -> str:
     """A type of `fits` in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(described(arg) for arg in args if arg is not NoneType)
+        return " or ".join(kind_in_words(arg) for arg in args if arg is not NoneType)
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is list:
-        return f"a list, each item {described(args[0])}"
+        return f"a list, each item {kind_in_words(args[0])}"
     return NAMES[origin or kind]
 
 

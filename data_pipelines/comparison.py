@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .plan import Rates, Survey
+from .plan import ExtractionRates, Survey
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Extracted:
     bytes: int  # of all states
     fits: bool  # whether the disk has that many bytes free
     extraction_hours: float
-    extraction_over_forward: float  # `Rates.ratio`
+    extraction_over_forward: float  # `ExtractionRates.ratio`
     seconds_saved_per_epoch: float
     pays_off_after_epochs: int | None  # None: never
 
@@ -38,7 +38,7 @@ class Comparison:
     free_bytes: int
     num_processes: int
     num_measured: int  # samples that rates were measured on
-    spread: float  # the largest `Rates.spread`
+    spread: float  # the largest `ExtractionRates.spread`
     num_measured_tokens: int
     num_passes: int  # passes that the rates are computed from, the fewest of any storage dtype
     one_row_of: int  # N: every Nth row was counted; above 1 if counting all rows would exceed the time limit
@@ -46,7 +46,9 @@ class Comparison:
     extracted: list[Extracted]
 
 
-def compare(survey: Survey, rates: dict[str, Rates], *, free_bytes: int, num_processes: int = 1) -> Comparison:
+def compare_storages(
+    survey: Survey, rates: dict[str, ExtractionRates], *, free_bytes: int, num_processes: int = 1
+) -> Comparison:
     """Compare disk space and time, and compute after how many epochs extraction pays off.
 
     Args:

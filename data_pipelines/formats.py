@@ -15,7 +15,7 @@ LocatedRows = Iterator[tuple[dict[str, Any], str]]  # (row, its origin such as `
 Reader = Callable[[Path], LocatedRows]
 
 
-def is_known(path: Path) -> bool:
+def is_known_format(path: Path) -> bool:
     """Whether the file's name ends in that of a known format."""
     return _reader_of(path) is not None
 

@@ -88,8 +88,8 @@ def collate(
     loss_mask, segments = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
     output = None
     if (states := rows[0][0].states) is not None:  # features [T, L, D], post_norm [T, D]
-        kept = (states.features, states.post_norm)
-        output = TargetOutput(*(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in kept))
+        packed = (states.features, states.post_norm)
+        output = TargetOutput(*(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in packed))
     for i, row in enumerate(rows):
         start = 0
         for stored in row:

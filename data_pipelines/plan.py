@@ -114,12 +114,12 @@ def samples_for_time(
         if spent > seconds / 10:
             break
     num_tokens = seconds / (1 + EXTRACTED * num_storages) / (num_passes + 1) * len(median) / spent
-    kept = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
-    return kept or [min(samples, key=len)]
+    chosen = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
+    return chosen or [min(samples, key=len)]
 
 
 @dataclass
-class Rates:
+class ExtractionRates:
     """Tokens per second of one process: the target alone, extraction, and reading the extracted states."""
 
     forward: float
@@ -142,7 +142,7 @@ def measure_rates(
     config: ExtractConfig,
     folder: Path | None = None,
     num_passes: int = NUM_PASSES,
-) -> Rates:
+) -> ExtractionRates:
     """`measure_storages` for a single config."""
     return measure_storages(samples, target, reads, configs=[config], folder=folder, num_passes=num_passes)[0]
 
@@ -156,7 +156,7 @@ def measure_storages(
     folder: Path | None = None,
     num_passes: int = NUM_PASSES,
     seconds: float = math.inf,
-) -> list[Rates]:
+) -> list[ExtractionRates]:
     """Measure the rates of extracting these samples with each config.
 
     The samples are written in several shards if they are several batches, because a long run writes one shard while the
@@ -186,7 +186,7 @@ def measure_storages(
     for extraction, reading in zip(others[::2], others[1::2], strict=True):
         tokens_per_second = [num_tokens / sum(seconds) for seconds in (forward, extraction, reading)]
         spread = max(relative_range(forward), relative_range(extraction))
-        rates.append(Rates(*tokens_per_second, spread=spread, num_passes=len(timed)))
+        rates.append(ExtractionRates(*tokens_per_second, spread=spread, num_passes=len(timed)))
     return rates
 
 
@@ -226,8 +226,8 @@ def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1, is_ser
         states come from a server: no hours.
     """
     samples, config = extraction.samples, extraction.config
-    done = ShardWriter(output, fields=extraction.fields).done
-    left = extraction.num_tokens(skip=done)
+    written = ShardWriter(output, fields=extraction.fields).done
+    left = extraction.num_tokens(skip=written)
     if not left:
         return "all shards are complete"
     size, tokens = extraction.num_bytes, extraction.num_tokens()

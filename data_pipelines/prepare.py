@@ -22,7 +22,7 @@ from .filters import FilterConfig, reason_to_drop
 from .formats import one_line
 from .mixture import UNTIL
 from .parallel import ROWS_AT_A_TIME, in_order
-from .row_shapes import conversation_of, digest
+from .row_shapes import conversation_of, turns_digest
 from .sources import Row, iter_rows, read_sources
 
 COMMAND = "headstart data prepare"
@@ -60,16 +60,16 @@ class PrepareConfig:
 
     def recorded(self) -> dict[str, Any]:
         """The keys that the result depends on, as JSON returns them."""
-        kept = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
-        return json.loads(json.dumps(kept))
+        settings = {key: value for key, value in asdict(self).items() if key not in ("output", "num_workers")}
+        return json.loads(json.dumps(settings))
 
     def files(self) -> dict[str, str]:
         """The local files that are read, with the first 16 hex digits of their sha256."""
         sources = [*read_sources(self.sources), *(read_sources(self.exclude) if self.exclude else ())]
-        found = [file for source in sources for file in source.files()]
+        paths = [file for source in sources for file in source.files()]
         if self.tokenizer is not None:  # the weights beside it, if any, are not read
-            found += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
-        return {str(file): digest_of(file) for file in found}
+            paths += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
+        return {str(file): digest_of(file) for file in paths}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +207,12 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
         line = (json.dumps(written | conversation.data, ensure_ascii=False, default=str) + "\n").encode()
     except UnicodeEncodeError:  # JSON can hold half of a surrogate pair; UTF-8 and tokenizers cannot
         return replace(judged, reason="half_character")
-    prompt = digest(conversation.prompt)
+    prompt = turns_digest(conversation.prompt)
     return replace(
         judged,
-        key=prompt if config.once == "prompt" else digest([*conversation.turns, ("tools", conversation.tools)]),
+        key=prompt if config.once == "prompt" else turns_digest([*conversation.turns, ("tools", conversation.tools)]),
         prompt=prompt,
-        question=digest(conversation.question) if config.exclude else b"",
+        question=turns_digest(conversation.question) if config.exclude else b"",
         line=line,
         num_turns=len(conversation.turns),
         num_characters=conversation.num_characters,
@@ -241,7 +241,7 @@ def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[b
     for row in iter_rows(specs) if specs else ():
         turns = row.data.get("turns")
         first = {"prompt": turns[0]} if isinstance(turns, list) and turns else row.data
-        questions.add(digest(conversation_of(replace(row, data=first)).question))
+        questions.add(turns_digest(conversation_of(replace(row, data=first)).question))
     return frozenset(questions)
 
 

@@ -51,14 +51,16 @@ class Conversation:
     def tools(self) -> str:
         """The tools that the assistant may call, and the variables of the template, as JSON; empty without any."""
         told = [self.data[key] for key in ("tools", VARIABLES) if key in self.data]
-        return "".join(json.dumps(each, default=str) for each in told)
+        return "".join(json.dumps(part, default=str) for part in told)
 
     def id(self, *more: object) -> str:
         """32 hex digits, equal only for equal turns, tools, and `more`."""
-        return digest([*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True).hex()
+        return turns_digest(
+            [*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True
+        ).hex()
 
 
-def digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
+def turns_digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
     """16 bytes of BLAKE2b over the turns. Not exact: ignoring case and white space."""
     hashed = blake2b(digest_size=16)
     for role, text in turns:
@@ -79,23 +81,23 @@ def conversation_of(row: Row, *, as_messages: bool = True) -> Conversation:
     data = known_keys(row.data)
     answer = answer_in(data)
     if is_chat(data):
-        kept = _chat(data, row.origin)
+        shaped = _shaped_chat(data, row.origin)
     elif "prompt" in data and (answer is not None or "text" not in data):
-        kept = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
+        shaped = _prompted(data, data["prompt"], answer, row.origin, as_messages=as_messages)
     elif "instruction" in data and answer is not None:
         prompt = instruction_in(data, row.origin)
         prompt = prompt.strip() if as_messages else prompt
-        kept = _prompted(data, prompt, answer, row.origin, as_messages=as_messages)
+        shaped = _prompted(data, prompt, answer, row.origin, as_messages=as_messages)
     elif "text" in data:
-        kept = {"text": data["text"]}
+        shaped = {"text": data["text"]}
     else:
         known = f"{SHAPES}, or `prompt` alone"
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
     truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
-    return Conversation(kept, list(_turns(kept, row.origin)), truncated)
+    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), truncated)
 
 
-def _chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _shaped_chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """A chat with its tools and the variables of its template, as rows are written."""
     chat = chat_of(data, origin)
     if not chat.is_answered:
@@ -111,10 +113,10 @@ def _prompted(data: Mapping[str, Any], prompt: Any, answer: Any, origin: str, *,
         return {"prompt": prompt}
     if not as_messages:
         return {"prompt": prompt, "response": answer}
-    return _chat({**data, "prompt": [{"role": "user", "content": prompt}], "response": answer}, origin)
+    return _shaped_chat({**data, "prompt": [{"role": "user", "content": prompt}], "response": answer}, origin)
 
 
-def _turns(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
+def _turn_texts(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
     for message in data.get("messages", ()):
         parts = [message.get("reasoning_content"), message["content"]]
         calls = message.get("tool_calls")

@@ -12,7 +12,7 @@ from ..configs.errors import BadInput
 from ..configs.files import LocalPath
 from ..configs.loader import build
 from .config import check_at_least_one, check_choice
-from .formats import LOCAL_FORMATS, is_known, one_line, read_file
+from .formats import LOCAL_FORMATS, is_known_format, one_line, read_file
 from .mixture import UNTIL, interleave
 
 Spec = str | Mapping[str, Any]  # a source in a config
@@ -88,8 +88,8 @@ class Source:
             for theirs in self.columns:
                 if theirs not in data:
                     raise BadInput(f"{origin}: columns: no key {theirs!r}; its keys are {', '.join(data)}")
-            kept = {key: value for key, value in data.items() if key not in self.columns}
-            data = kept | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
+            others = {key: value for key, value in data.items() if key not in self.columns}
+            data = others | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
             yield Row(data, origin, self.called, epoch)
 
     def all_rows(self) -> Iterator[Row]:
@@ -182,4 +182,4 @@ def iter_rows(
 def _is_data(path: Path) -> bool:
     """Whether a file in a folder has rows: not hidden files, nor metadata and caches of the `datasets` library."""
     beside = path.name in BESIDE_DATA or path.name.startswith("cache-") or any(part[0] in "._" for part in path.parts)
-    return not beside and is_known(path)
+    return not beside and is_known_format(path)

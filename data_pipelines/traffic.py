@@ -18,7 +18,7 @@ from ..configs.jsonl import iter_jsonl, loads, naming_faults
 from ..heads.chat.messages import Message, normalise
 from ..heads.chat.rows import VARIABLES
 from ..heads.chat.written_ids import KEY, as_entry, ids_in_response
-from .row_shapes import Conversation, conversation_of, digest
+from .row_shapes import Conversation, conversation_of, turns_digest
 from .sources import Row
 
 REQUEST_KEYS = ("request", "request_body", "body", "input")
@@ -33,7 +33,7 @@ LATEST_NUMBER = 1e9 * MOST_YEARS * YEAR  # that time in nanoseconds; larger numb
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedChat:
     """An answered conversation of served traffic."""
 
     row: dict[str, Any]  # for training
@@ -56,14 +56,14 @@ class Served:
 class Traffic:
     """The contents of a file."""
 
-    rows: list[Served]
+    rows: list[ServedChat]
     unread: dict[str, int]  # number of rows that could not be read, by reason, most frequent first
     repeated: int  # rows left out because they equal another row or the beginning of one
 
 
 def read_traffic(path: str) -> Traffic:
     """Read a file of served traffic. Raises BadInput if none of its rows can be read."""
-    found: list[tuple[Served, Conversation]] = []
+    chats: list[tuple[ServedChat, Conversation]] = []
     unread: dict[str, int] = {}
 
     def count(error: BadInput) -> None:
@@ -72,30 +72,30 @@ def read_traffic(path: str) -> Traffic:
 
     for line, data in iter_jsonl(path, on_fault=count):
         try:
-            found.append(served(data, f"{path}:{line}"))
+            chats.append(served_chat(data, f"{path}:{line}"))
         except BadInput as error:
             count(error)
-    if not found:
+    if not chats:
         reason = next(iter(unread))
         raise BadInput(f"{path}: none of its {sum(unread.values())} rows is a request with its answer: {reason}")
-    rows = longest_only(found)
-    return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(found) - len(rows))
+    rows = longest_only(chats)
+    return Traffic(rows, dict(sorted(unread.items(), key=lambda item: -item[1])), len(chats) - len(rows))
 
 
-def longest_only(found: list[tuple[Served, Conversation]]) -> list[Served]:
+def longest_only(chats: list[tuple[ServedChat, Conversation]]) -> list[ServedChat]:
     """Each conversation once: logs have a row per turn, so rows that are the beginning of another row are left out."""
-    begun, kept = set[bytes](), dict[bytes, Served]()
-    for _, conversation in found:
+    begun, longest = set[bytes](), dict[bytes, ServedChat]()
+    for _, conversation in chats:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
-        begun |= {digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
-    for row, conversation in found:
-        whole = digest(conversation.turns, exact=True)
+        begun |= {turns_digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
+    for row, conversation in chats:
+        whole = turns_digest(conversation.turns, exact=True)
         if whole not in begun:
-            kept.setdefault(whole, row)
-    return list(kept.values())
+            longest.setdefault(whole, row)
+    return list(longest.values())
 
 
-def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
+def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
     """Convert a row. Raises BadInput, naming the origin, if it has an unknown shape or no answer."""
     data = {key: value for key, value in data.items() if value is not None}
     request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
@@ -104,19 +104,19 @@ def served(data: Mapping[str, Any], origin: str) -> tuple[Served, Conversation]:
     if isinstance(response, dict) and isinstance(response.get("body"), dict):  # OpenAI's batches
         response = response["body"]
         everything.append(response)
-    answer, reason = answer_of(response if response is not None else data, origin)
+    answer, reason = response_message(response if response is not None else data, origin)
     with naming_faults(data, origin):
         row = row_of(request, answer, origin)
-        row |= ids_of(data, response, row)
+        row |= entry_of_ids(data, response, row)
         if reason in CUT or data.get("truncated") is True:
             row["truncated"] = True
         conversation = conversation_of(Row(row, origin))
     if not any(text.strip() for text in conversation.answers):
         raise BadInput(f"{origin}: no answer in it")
-    first = digest(conversation.prompt).hex()
-    temperature = first_of(everything, ("temperature",), (int, float))
-    domain = first_of(everything, DOMAIN_KEYS, (str,))
-    return Served(row, origin, first, domain, time_of(everything), temperature), conversation
+    first = turns_digest(conversation.prompt).hex()
+    temperature = first_value(everything, ("temperature",), (int, float))
+    domain = first_value(everything, DOMAIN_KEYS, (str,))
+    return ServedChat(row, origin, first, domain, time_of(everything), temperature), conversation
 
 
 def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -135,10 +135,10 @@ def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 def is_response(value: Any) -> bool:
     """Whether a JSON value is a server's response; otherwise it is an answer that happens to be JSON."""
     chunks = value if isinstance(value, list) else [value]
-    return bool(chunks) and all(isinstance(each, dict) and ({"choices", "body"} & each.keys()) for each in chunks)
+    return bool(chunks) and all(isinstance(chunk, dict) and ({"choices", "body"} & chunk.keys()) for chunk in chunks)
 
 
-def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
+def response_message(response: Any, origin: str) -> tuple[Message | None, str | None]:
     """The assistant's message and its finish reason; the message is None if `response` is a chat that includes it.
 
     Raises: BadInput if there is no answer.
@@ -152,7 +152,7 @@ def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
     if isinstance(response, str):
         return {"role": "assistant", "content": response}, None
     if isinstance(response, list):
-        return joined([chunk for chunk in response if isinstance(chunk, dict)], origin)
+        return joined_chunks([chunk for chunk in response if isinstance(chunk, dict)], origin)
     if not isinstance(response, dict):
         raise BadInput(f"{origin}: no answer in it")
     choices = response.get("choices") or response.get("outputs")
@@ -171,11 +171,11 @@ def answer_of(response: Any, origin: str) -> tuple[Message | None, str | None]:
     return None, reason
 
 
-def joined(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
+def joined_chunks(chunks: list[dict[str, Any]], origin: str) -> tuple[Message, str | None]:
     """The chunks of a stream joined to one message (of the first choice), and its finish reason."""
     texts, traces, reason = [], [], None
     for chunk in chunks:
-        choice = next((each for each in chunk.get("choices") or [] if each.get("index", 0) == 0), {})
+        choice = next((choice for choice in chunk.get("choices") or [] if choice.get("index", 0) == 0), {})
         delta = choice.get("delta") or choice
         if delta.get("tool_calls"):
             raise BadInput(f"{origin}: a stream with tool calls, which is not supported")
@@ -209,7 +209,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
     return {"prompt": prompt, "response": answer["content"]}
 
 
-def ids_of(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+def entry_of_ids(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of the ids that the target wrote: the row's own, or of a response that has them; else none."""
     if KEY in data:
         return {KEY: data[KEY]}
@@ -218,7 +218,7 @@ def ids_of(data: Mapping[str, Any], response: Any, row: Mapping[str, Any]) -> di
     return {} if ids is None else as_entry([(last, ids)])
 
 
-def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
+def first_value(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) -> Any:
     """The first value of one of `keys` that has one of the types `kinds`; also searched in `metadata`."""
     places = [place for place in places if isinstance(place, dict)]
     places += [place["metadata"] for place in places if isinstance(place.get("metadata"), dict)]
@@ -228,7 +228,7 @@ def first_of(places: list[Any], keys: tuple[str, ...], kinds: tuple[type, ...]) 
 
 def time_of(places: list[Any]) -> float | None:
     """The time in seconds since 1970, from a number (of seconds, milli-, micro- or nanoseconds) or from ISO 8601."""
-    value = first_of(places, TIME_KEYS, (int, float, str))
+    value = first_value(places, TIME_KEYS, (int, float, str))
     if isinstance(value, str):
         try:
             value = float(value) if value.replace(".", "", 1).isdigit() else datetime.fromisoformat(value)
@@ -243,7 +243,7 @@ def time_of(places: list[Any]) -> float | None:
     return value
 
 
-def written(rows: Iterable[Served]) -> str:
+def as_json_lines(rows: Iterable[ServedChat]) -> str:
     """The text of a JSON Lines file with these rows, for training or as prompts."""
-    lines = ({**each.row, **({"category": each.domain} if each.domain else {})} for each in rows)
+    lines = ({**row.row, **({"category": row.domain} if row.domain else {})} for row in rows)
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -27,7 +27,7 @@ def count_supervised(samples: Iterable[Sample], *, vocab_size: int) -> np.ndarra
     return counts
 
 
-def draft_vocabulary(counts: np.ndarray, *, size: int, always: Sequence[int] = ()) -> torch.LongTensor:
+def most_frequent(counts: np.ndarray, *, size: int, always: Sequence[int] = ()) -> torch.LongTensor:
     """[size] int64, ascending: the `size` target token ids with the highest counts; of equal counts the lowest ids.
 
     Args:
@@ -79,7 +79,7 @@ def covering_size(counts: np.ndarray, always: Sequence[int], *, share: float) ->
         return None, None
     least = in_steps(max(len(set(always)), 1))
     for size in range(least, len(counts) // 2 + 1, SIZE_STEP):
-        covered = coverage(counts, draft_vocabulary(counts, size=size, always=always))
+        covered = coverage(counts, most_frequent(counts, size=size, always=always))
         if covered >= share:
             return size, round(covered, 4)
     return None, None
@@ -98,7 +98,7 @@ def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: flo
     size = in_steps(max(int((counts >= WORTH * row_share * counts.sum()).sum()), len(set(always)), 1))
     if size > len(counts) // 2:
         return None, None
-    return size, round(coverage(counts, draft_vocabulary(counts, size=size, always=always)), 4)
+    return size, round(coverage(counts, most_frequent(counts, size=size, always=always)), 4)
 
 
 def in_steps(size: int) -> int:

@@ -15,7 +15,7 @@ from headstart.eval.suites.prompts import load_suite
 from headstart.heads.target import Target
 
 
-class Row(RowText):
+class FollowerRow(RowText):
     """The text of one row; `follower` is shared by all rows."""
 
     def __init__(self, follower: dict[int, int]):
@@ -37,7 +37,7 @@ class Bigrams(TextDrafter):
         self.follower: dict[int, int] = {}
 
     def new_rows(self, batch_size: int) -> list[RowText]:
-        return [Row(self.follower) for _ in range(batch_size)]
+        return [FollowerRow(self.follower) for _ in range(batch_size)]
 
 
 def main(model: str, prompts: str) -> None:

@@ -21,12 +21,12 @@ from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .export.serving import Serving
-from .loss.chains import ChainStarts, LossOutput, accepted_share, chain_starts, mean_of
+from .loss.chains import ChainStarts, LossOutput, chain_starts, expected_share, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
 from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
-from .start.closed_form import first_rows, losses_by_factor, num_fitted, quieter, spread
+from .start.closed_form import evenly_spread, first_rows, losses_by_factor, num_fitted, quieter
 from .target import Target
 
 
@@ -39,7 +39,7 @@ class HeadConfig:
     num_depths: int = 4  # how many tokens ahead the head is trained to draft
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
-    # D-PACE: also weight each depth of a chain by its share in the chain's expected acceptance (`accepted_share`), with
+    # D-PACE: also weight each depth of a chain by its share in the chain's expected acceptance (`expected_share`), with
     # this smoothing. 0.5: as published; 0: acceptance only; 1: only the number of depths that follow; None: off
     dpace: float | None = None
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
@@ -149,7 +149,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             torch.manual_seed(0)
             starts = self.training_starts(judged.loss_mask)
             for depth, hidden in enumerate(self.unroll(judged, starts)):
-                some = spread(starts.valid[..., depth])  # [B, S] bool
+                some = evenly_spread(starts.valid[..., depth])  # [B, S] bool
                 probs = self.target.logits(starts.take(judged.output.post_norm, offset=depth + 1)[some]).softmax(-1)
                 probs = probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
                 drafted = self.loss_spec(depth).draft_logits(hidden[some])
@@ -241,14 +241,14 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @torch.no_grad()
     def _accepted_share(self, drafts: Drafts, valid: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """[K, N] `accepted_share` of chains with supervised depths valid [K, N]; costs one more output-layer pass."""
+        """[K, N] `expected_share` of chains with supervised depths valid [K, N]; costs one more output-layer pass."""
         mixed = [replace(spec, mix={"hard_ce": 1.0}) for spec in drafts.specs]
         plain = replace(drafts, specs=mixed, weights=None, align_top_k=None)
         plain.gradients()
         probs = (-plain.values).exp()
         if self.vocabulary is not None:  # a label that cannot be drafted has loss 0, but probability 0 as well
             probs = probs * (self.vocabulary.to_draft[labels] >= 0)
-        return accepted_share(probs, valid, smoothing=smoothing)
+        return expected_share(probs, valid, smoothing=smoothing)
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """How many positions are scored at a time."""

@@ -12,96 +12,26 @@ DFlash2 (nn/dflash2.py) has convolutions over the slots instead, and a selector 
 tokens of each slot, each chosen behind the one before.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..configs.errors import BadInput
-from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .base import DraftBatch
+from .block_network import BlockNetwork
 from .decoders.cache import SlotCache
 from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import pack_linears
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .export.block import BlockServing
-from .loss.chains import drawn_starts
-from .loss.functions import LossSpec, drafted_rows
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, beside, draft_block, through_layers, write_context
-from .nn.dflash2 import NUM_TAPS, CandidateSelector, only
-from .nn.kept import is_kept, layer_bytes
-from .nn.layers import RMSNorm, Rotary, llama_config, serving_keys, window_keys
-from .nn.mask_token import default_mask_token
-from .nn.target_output import TargetOutput
+from .nn.block_layer import draft_block, with_previous, write_context
+from .nn.dflash2 import NUM_TAPS, only
+from .nn.layers import serving_keys, window_keys
 from .start.block import fit_block
 from .start.closed_form import scale_norm
-from .target import Target
-
-FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
-
-
-@dataclass(kw_only=True)
-class BlockConfig(HeadConfig):
-    """A block drafter's keys; feature_layers None: see `default_feature_layers`."""
-
-    type: str = "block"
-    num_depths: int = 7  # tokens drafted per block
-    depth_weights: str = "exponential"
-    depth_decay: float = 4.0
-    loss: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
-    num_layers: int = 3  # decoder layers
-    sample_from_anchor: bool = True  # the anchor's own slot drafts the token behind it
-    markov_rank: int = 256  # rank of the Markov head; 0: none, the slots of a block are drafted independently
-    confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
-    confidence_weight: float = 1.0
-    conv_group_size: int | None = (
-        None  # channels that share a correction of DFlash2's convolutions; None: there are none
-    )
-    selector_rank: int = 0  # rank of DFlash2's selector; 0: none
-    selector_top_k: int = 16  # tokens of each slot that it chooses from
-    selector_weight: float = 1.0  # of its loss, `selection`, beside `loss`
-    has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
-    output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
-    mask_token_id: int | None = None  # None: see `default_mask_token`
-    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
-    sliding_window: int | None = None  # a slot sees this many positions, its own the last of them; None: all before
-    num_blocks: int = 512  # blocks that a training step draws per row
-    # the share of them that is narrower than num_depths, so that the head also drafts well at a smaller K
-    narrow_share: float = 0.0
-    architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least(1, "num_layers", "num_blocks", "conv_group_size", "selector_top_k")
-        self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight", "selector_rank")
-        self.check_least(0, "selector_weight")
-        num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
-        if self.sliding_window is not None and self.sliding_window < num_slots:
-            raise BadInput(f"sliding_window {self.sliding_window}: expected at least the {num_slots} slots of a block")
-        if self.narrow_share > 1:
-            raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
-        if self.selector_rank and (self.markov_rank or self.confidence):
-            raise BadInput(
-                "selector_rank: not together with markov_rank or confidence: both choose by the token before"
-            )
-        if self.output not in ("own", "shared"):
-            raise BadInput(f"output {self.output!r}: expected own or shared")
-        if self.draft_vocab_size is not None and self.output == "shared":
-            raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
-
-    def resolved(self, target: Target) -> "BlockConfig":
-        layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
-        token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
-        return replace(self, feature_layers=layers, mask_token_id=token)
-
-
-def default_feature_layers(num_layers: int) -> list[int]:
-    """DFlash's choice for n target layers: five `hidden_states` indices spread evenly from 2 to n - 2."""
-    if num_layers < FEWEST_LAYERS:
-        return sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1})
-    return sorted({round(2 + i * (num_layers - 4) / 4) for i in range(5)})
 
 
 @dataclass
@@ -118,47 +48,12 @@ class BlockState:
     candidates: tuple[Tensor, Tensor] | None = None  # [B, K, top_k] of the selector: their logits and draft ids
 
 
-class BlockHead(DraftHead):
+class BlockHead(BlockNetwork):
     """A block drafter with the tensor names that vLLM, SGLang and llama.cpp load: fc, hidden_norm, layers.{i}.*, norm,
     and depending on the config markov_head.*, confidence_head.*, lm_head."""
 
-    config_class = BlockConfig
     serving = BlockServing()
-    has_one_output = True
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
-
-    def __init__(self, config: BlockConfig, target: Target, draft_token_ids: Tensor | None = None):
-        config = config.resolved(target)
-        super().__init__(config, target, draft_token_ids)
-        self.config: BlockConfig = config
-        self.mask_token = cast(int, config.mask_token_id)
-        if self.mask_token >= target.vocab_size:
-            raise BadInput(f"head.mask_token_id {self.mask_token}: the target has {target.vocab_size} tokens")
-        self.max_draft_tokens = self.default_draft_tokens = config.num_depths
-        self.first_slot = 0 if config.sample_from_anchor else 1  # the one that drafts depth 0
-        self.llama = llama_config(target.config, config.architecture)
-        size, eps = target.hidden_size, self.llama.rms_norm_eps
-        self.fc = nn.Linear(len(self.ascending_layers()) * size, size, bias=False)
-        self.hidden_norm = RMSNorm(size, eps=eps)
-        group = config.conv_group_size
-        if group is not None and size % group:
-            raise BadInput(f"head.conv_group_size {group}: does not divide the hidden size {size}")
-        how: dict[str, Any] = {"has_head_norms": config.has_head_norms, "conv_group_size": group}
-        self.layers = nn.ModuleList(BlockLayer(self.llama, **how) for _ in range(config.num_layers))
-        self.norm = RMSNorm(size, eps=eps)
-        self.rotary = Rotary(self.llama)
-        rank = config.markov_rank
-        self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
-        self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
-        self.candidate_selector = None
-        if rank := config.selector_rank:
-            sizes = target.vocab_size, self.num_drafted, size
-            self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=config.selector_top_k)
-        with torch.no_grad():
-            self.norm.weight.copy_(target.final_norm_scale())
-            if config.output == "own":
-                self.lm_head = nn.Linear(size, self.num_drafted, bias=False)
-                self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
 
     def serving_config(self) -> dict[str, Any]:
         config, ids = self.config, [i - 1 for i in self.feature_layers]  # engines count layer outputs here
@@ -200,97 +95,12 @@ class BlockHead(DraftHead):
     def method(self) -> str:
         return "dflash" if self.markov_head is None else "dspark"
 
-    @property
-    def pairs(self) -> MarkovHead | CandidateSelector | None:
-        """What makes a draft depend on the token before it."""
-        return self.markov_head or self.candidate_selector
-
-    @property
-    def decoder_layers(self) -> list[BlockLayer]:
-        return cast(list[BlockLayer], list(self.layers))
-
-    def features(self, output: TargetOutput) -> Tensor:
-        """[B, T, D] the target's features [B, T, L, D] fused: the context that all layers attend to."""
-        return self.hidden_norm(self.fc(output.features.to(self.fc.weight.dtype).flatten(2)))
-
-    def slots(self, anchors: Tensor, num_depths: int) -> Tensor:
-        """[B, W * S, D] the embedded slots of blocks with anchors [B, S]: slot 0 of all blocks, then slot 1, ..."""
-        masks = torch.full_like(anchors, self.mask_token).repeat(1, num_depths + self.first_slot - 1)
-        return self.target.embed(torch.cat([anchors, masks], 1)).to(self.fc.weight.dtype)
-
-    def output_rows(self) -> Tensor:
-        """[Vd, D] weights of the output layer."""
-        return (self.target.output_layer if self.config.output == "shared" else self.lm_head).weight
-
-    # training
-
     def fit(self, batches: Sequence[DraftBatch]) -> None:
         if self.config.start == "fitted":
             fit_block(self, batches)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         scale_norm(self.norm, min(factors))
-
-    def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        every, config = self.chain_starts(loss_mask), self.config
-        return drawn_starts(every, most=config.num_blocks, narrow_share=config.narrow_share)
-
-    def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
-        num_positions = num_chains * (num_depths + self.first_slot) * self.config.num_layers
-        return layer_bytes(self.llama, num_positions=num_positions, itemsize=itemsize)
-
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        num_slots = starts.num_depths + self.first_slot
-        limit = batch.input_ids.shape[1] + num_slots
-        context = self.features(batch.output)  # [B, T, D]
-        of_context = self.rotary(batch.positions, like=context, num_positions=limit)
-        offsets = torch.arange(num_slots, device=context.device)
-        positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
-        hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
-        of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # autocast may have 16 bits
-        sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
-        sight = batch.sight(starts, window=self.config.sliding_window)
-        kept = self.kept_bytes(starts.positions.numel(), itemsize=context.element_size(), num_depths=starts.num_depths)
-        how = {"sight": sight, "sees_slots": sees_slots, "is_kept": is_kept(kept, context.device)}
-        hidden = through_layers(self.decoder_layers, hidden, of_slots, context, of_context, **how)
-        hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
-        for depth in range(starts.num_depths):
-            before = starts.take(batch.input_ids, offset=depth + 1)
-            yield beside(hidden[:, depth + self.first_slot], self.pairs, before)
-
-    def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
-        return hidden[..., : self.target.hidden_size]
-
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        logits, selector = self.slot_logits(hidden), self.candidate_selector
-        if selector is None:
-            return logits
-        unary, ids = selector.candidates(logits)
-        return only(self.select(hidden, unary, ids), ids, self.num_drafted)
-
-    def slot_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D + rank] -> [..., Vd] with the Markov head's term, before the selector's choice."""
-        states, before = hidden.tensor_split([self.target.hidden_size], -1)
-        logits = self._output(states)
-        return logits if self.markov_head is None else logits + self.markov_head.markov_w2(before)
-
-    def select(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Tensor:
-        """`CandidateSelector.scores` of [..., D + rank]."""
-        states, before = hidden.tensor_split([self.target.hidden_size], -1)
-        return cast(CandidateSelector, self.candidate_selector).scores(states, before, unary, ids)
-
-    def loss_spec(self, depth: int) -> LossSpec:
-        spec, config = replace(super().loss_spec(depth), draft_logits=self.slot_logits), self.config
-        if self.confidence_head is not None:
-            mix = {**spec.mix, "confidence": config.confidence_weight}
-            spec = replace(spec, mix=mix, confidence=self.confidence_head)
-        if self.candidate_selector is not None:
-            mix = {**spec.mix, "selection": config.selector_weight}
-            spec = replace(spec, mix=mix, select=self.select, num_candidates=self.candidate_selector.top_k)
-        return spec
-
-    def _output(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
 
     # drafting
 
@@ -356,4 +166,4 @@ class BlockHead(DraftHead):
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
         head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
-        return None if head is None else head(beside(state.hidden, self.markov_head, before)).float().sigmoid()
+        return None if head is None else head(with_previous(state.hidden, self.markov_head, before)).float().sigmoid()

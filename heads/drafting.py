@@ -225,13 +225,13 @@ def levels(tree: StaticTree, device: torch.device) -> tuple[list[Level], Tensor]
     for depth in range(1, tree.depth + 1):
         level = [path for path in tree.paths if len(path) == depth]
         row, rank = [expanded.index(path[:-1]) for path in level], [path[-1] for path in level]
-        kept = [i for i, path in enumerate(level) if path in inner]
+        nodes = [i for i, path in enumerate(level) if path in inner]
         rows, ranks, kept_nodes, kept_rows = (
-            torch.tensor(x, dtype=torch.long, device=device) for x in (row, rank, kept, [row[i] for i in kept])
+            torch.tensor(x, dtype=torch.long, device=device) for x in (row, rank, nodes, [row[i] for i in nodes])
         )
         parents = [index[path] for path in expanded]
         plan.append(Level(rows, ranks, max(rank) + 1, parents, kept_nodes, kept_rows))
-        expanded = [level[i] for i in kept]
+        expanded = [level[i] for i in nodes]
     return plan, torch.tensor(tree.parents, device=device)
 
 
@@ -279,10 +279,10 @@ def draft_dynamic(head: Expands, state: Any, tree: DynamicTree) -> Proposal:
         frontier = tokens[-1].gather(1, chosen)
         rows = chosen // k
         frontier_index = first + chosen
-    kept = torch.cat(all_scores, 1).topk(tree.num_nodes, -1).indices.sort(-1).values  # [B, S] parents first
+    likeliest = torch.cat(all_scores, 1).topk(tree.num_nodes, -1).indices.sort(-1).values  # [B, S] parents first
     renumber = torch.full_like(torch.cat(parents, 1), -1).scatter(
-        1, kept, torch.arange(tree.num_nodes, device=kept.device).expand_as(kept)
+        1, likeliest, torch.arange(tree.num_nodes, device=likeliest.device).expand_as(likeliest)
     )
-    up = torch.cat(parents, 1).gather(1, kept)  # [B, S] parents among all candidates
+    up = torch.cat(parents, 1).gather(1, likeliest)  # [B, S] parents among all candidates
     up = torch.where(up < 0, up, renumber.gather(1, up.clamp(min=0)))
-    return Proposal(torch.cat(tokens, 1).gather(1, kept), up)
+    return Proposal(torch.cat(tokens, 1).gather(1, likeliest), up)

@@ -32,7 +32,7 @@ from .decoders.cpu.products import is_multiplied
 from .drafter import Reading
 from .drafting import Proposal
 from .export.eagle3 import Eagle3Serving
-from .loss.functions import drafted_rows
+from .loss.functions import output_layer_rows
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, window_keys
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput
@@ -149,7 +149,7 @@ class Eagle3Head(RecurrentHead):
         self.feature_sizes: Tensor | None = None  # [L * D] of what `fc` reads, of a head fitted in this process
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
             self.norm.weight.copy_(target.final_norm_scale())
-            self.lm_head.weight.copy_(drafted_rows(target.output_layer, self.vocabulary)["weight"])
+            self.lm_head.weight.copy_(output_layer_rows(target.output_layer, self.vocabulary)["weight"])
         self.lm_head.requires_grad_(config.train_output)
 
     @property

@@ -156,12 +156,12 @@ def use_attention(model: Any, name: str) -> None:
 def config_hash(config: Any) -> str:
     """16 hex digits of sha256 over a model's config, without where it lies, its dtype and who wrote it."""
 
-    def kept(value: Any) -> Any:
+    def hashed(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: kept(part) for key, part in value.items() if str(key)[:1] != "_" and key not in NOT_COMPUTED}
+        return {key: hashed(part) for key, part in value.items() if str(key)[:1] != "_" and key not in NOT_COMPUTED}
 
-    return hashlib.sha256(json.dumps(kept(config.to_dict()), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(hashed(config.to_dict()), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def load_model(target: TargetConfig, *, device: str | torch.device | None = None) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from .drafter import Reading
 from .export.medusa import MedusaServing
 from .loss.chains import mean_of
 from .loss.chunked import chunk_size, summed_loss
-from .loss.functions import LossSpec, drafted_rows
+from .loss.functions import LossSpec, output_layer_rows
 from .start.closed_form import linear_map
 from .target import Target
 
@@ -96,7 +96,7 @@ class BlocksHead(DraftHead):
 
     def new_output_layer(self) -> nn.Linear:
         """A trainable copy of the drafted rows of the target's output layer."""
-        source = drafted_rows(self.target.output_layer, self.vocabulary)
+        source = output_layer_rows(self.target.output_layer, self.vocabulary)
         layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
         layer.load_state_dict(source)
         return layer
@@ -199,7 +199,7 @@ class MedusaHead(BlocksHead):
     def set_map(self, depth: int, weight: Tensor) -> None:
         if self.config.output == "own":  # the blocks are the identity
             layer = cast(nn.Linear, self._parts(depth)[-1])
-            rows = drafted_rows(self.target.output_layer, self.vocabulary)["weight"]
+            rows = output_layer_rows(self.target.output_layer, self.vocabulary)["weight"]
             layer.weight.copy_(rows.float() @ weight.T)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:

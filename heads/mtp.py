@@ -195,8 +195,8 @@ class MtpHead(DraftHead):
             own.written = keys.written[:depth]  # when backward computes this depth again, it holds later ones too
             return self._step(0, tokens, hidden, drafted, None, own), own.written[-1]
 
-        kept = self.kept_bytes(hidden[..., 0].numel(), itemsize=item, num_depths=starts.num_depths)
-        run = call if is_kept(kept, hidden.device) else recomputed
+        num_bytes = self.kept_bytes(hidden[..., 0].numel(), itemsize=item, num_depths=starts.num_depths)
+        run = call if is_kept(num_bytes, hidden.device) else recomputed
         for depth in range(1, starts.num_depths):
             tokens, drafted = starts.take(ids, offset=depth + 1), starts.take(positions) + depth  # [B, S]
             hidden, added = run(step, depth, hidden, tokens, drafted)
@@ -241,8 +241,8 @@ class MtpHead(DraftHead):
         # two positions, since the first round reads a prompt's last one again; rows that have ended keep theirs
         for fed_back, back in ((earlier, 1), ([last[:, 0] for last in state.hidden], 0)):
             at, is_new = (state.root - back) % num_kept, (read.num_valid > back)[:, None]
-            for kept, fed in zip(state.committed, fed_back, strict=True):
-                kept[rows, at] = torch.where(is_new, fed, kept[rows, at])
+            for committed, fed in zip(state.committed, fed_back, strict=True):
+                committed[rows, at] = torch.where(is_new, fed, committed[rows, at])
 
     @torch.no_grad()
     def first_logits(self, state: MtpState) -> Tensor:

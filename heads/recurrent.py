@@ -165,8 +165,8 @@ class RecurrentHead(DraftHead):
         contexts = self._contexts(read, stream, batch, starts, limit)
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
-        kept = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
-        chains = Chains(contexts, is_kept(kept, x.device))
+        num_bytes = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
+        chains = Chains(contexts, is_kept(num_bytes, x.device))
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:

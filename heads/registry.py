@@ -11,7 +11,7 @@ from .base import DraftHead, HeadConfig
 from .export.record import HeadRecord
 from .families import HEADS, build_head, head_class
 from .folder import ADAPTER, config_of, is_head_folder, load_weights, read_record, read_tensors, save_head
-from .importing.importers import import_head, imported_start, naming, record_of
+from .importing.importers import import_head, imported_start, naming, read_import_record
 from .target import Target
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 
 def head_record(folder: str | Path) -> HeadRecord:
     """The record in a head's folder or hub repository, read without a target. Raises BadInput if it holds no head."""
-    return read_record(folder) if is_head_folder(folder) else record_of(folder)
+    return read_record(folder) if is_head_folder(folder) else read_import_record(folder)
 
 
 def load_head(folder: str | Path, target: Target) -> DraftHead:

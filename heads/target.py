@@ -184,7 +184,7 @@ class Target(FrozenModel):
                 where = {"positions": torch.arange(num)[None], "extent": num, "lengths": torch.tensor([num])}
                 parts.append(self.forward(text[None], feature_layers=feature_layers, cache=cache, **where))
         states = (torch.cat([getattr(part, name)[0] for part in parts]) for name in ("features", "post_norm"))
-        return TargetOutput(*(each.view(*input_ids.shape, *each.shape[1:]) for each in states))
+        return TargetOutput(*(state.view(*input_ids.shape, *state.shape[1:]) for state in states))
 
     def read_slots(
         self,
@@ -212,10 +212,10 @@ class Target(FrozenModel):
             mask = None if is_chain and decoder.knows_chains else mask
             tokens, seen = self.input_embedding(input_ids), None if mask is None else mask()
             if isinstance(decoder, CpuDecoder):
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, chooses=chooses)
+                output = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, chooses=chooses)
             else:
-                done = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, is_round=is_round)
-            post_norm, self._entering.states, self._best = done
+                output = decoder.read(tokens, positions, cache, seen, wanted=self._entering.chosen, is_round=is_round)
+            post_norm, self._entering.states, self._best = output
             return post_norm
         self._best = None
         # a model with a cache of its own kind would refuse ours, which its layers read all the same

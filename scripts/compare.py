@@ -13,7 +13,7 @@ from ..configs.files import new_folder, write_json
 from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
-    from ..eval.report.comparison import Evaluation
+    from ..eval.report.comparison import NamedReport
     from ..eval.report.comparison_page import TrainingRun
 
 
@@ -114,7 +114,7 @@ def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:
     return [{**run.to_json(), "differs": {key: values[i] for key, values in differs}} for i, run in enumerate(runs)]
 
 
-def show(runs: "list[TrainingRun]", evaluations: "list[Evaluation]") -> None:
+def show(runs: "list[TrainingRun]", evaluations: "list[NamedReport]") -> None:
     """Both on the screen."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table

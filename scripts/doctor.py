@@ -83,7 +83,7 @@ def doctor(
     paths = [find(config)] if config else shipped_configs()
     console.print(facts_table(machine))
     table, problems = Table("launch config", "what", "processes", "runs here", "missing"), []
-    launches = [read(path) for path in paths]
+    launches = [read_launch(path) for path in paths]
     for launch in launches:
         problems = missing(launch, machine, num_processes=num_processes, cpu=cpu)
         nodes = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
@@ -113,7 +113,7 @@ def find(name: str) -> Path:
     raise BadInput(f"{name}: no such launch config; shipped are {known}")
 
 
-def read(path: Path) -> LaunchConfig:
+def read_launch(path: Path) -> LaunchConfig:
     """Raises BadInput if the file is no launch config."""
     from ..configs.loader import read_config
 

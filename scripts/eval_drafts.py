@@ -8,7 +8,7 @@ from ..configs.errors import BadInput
 from ..eval.decoding.draft_setting import DraftSetting, chain
 from ..eval.drafters.registry import build_drafters, parse_drafter, training_record
 from ..eval.measurement.config import MeasureConfig
-from ..eval.measurement.result import TrainingRecord
+from ..eval.measurement.result import RecordedTraining
 from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree
 from ..heads.drafter import Drafter
 from ..heads.target import Target
@@ -20,7 +20,7 @@ class NamedDrafter:
 
     name: str
     drafter: Drafter
-    training: TrainingRecord | None
+    training: RecordedTraining | None
     length: int | None = None
 
     def setting(self, config: MeasureConfig) -> DraftSetting:
@@ -82,7 +82,7 @@ class WantedDrafts:
         records = [training_record(spec) for spec in self.specs]
         drafters = [
             NamedDrafter(
-                name, drafter, None if record is None else TrainingRecord.from_json(record, where=name), length
+                name, drafter, None if record is None else RecordedTraining.from_json(record, where=name), length
             )
             for (name, drafter), record, length in zip(built, records, self.lengths, strict=True)
         ]

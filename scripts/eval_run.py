@@ -115,8 +115,8 @@ class EvalRun:
 
     def measure(self) -> tuple[list[Result], list[Row]]:
         """The results, and the rows of rounds.jsonl."""
-        if kept := len(self.store):
-            warn(f"{self.store.path}: {kept} batches of an unfinished measurement; those of these settings are kept")
+        if num := len(self.store):
+            warn(f"{self.store.path}: {num} batches of an unfinished measurement; those of these settings are kept")
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
         # a tree that a drafter does not draft, another one does: `WantedDrafts.load`
         drafts = [

@@ -61,14 +61,14 @@ def export(
     head = export_head(source, output, to=to, target=target or None, dtype=dtype or None, conversion=conversion)
     for line in notes(head):
         print(f"headstart: {line}", file=sys.stderr)
-    found = check_export(output, to=to)
-    for problem in found.problems:
+    contract = check_export(output, to=to)
+    for problem in contract.problems:
         print(f"headstart: {output}: {problem}", file=sys.stderr)
-    print(f"written to {output}: {head.family} for {to} ({found.layout})")
+    print(f"written to {output}: {head.family} for {to} ({contract.layout})")
     commands = serve_commands(head, str(output), to=to).values()
     for command in serve_lines(head, str(output), conversion) if is_llamacpp else commands:
         print(command)
-    if found.problems:
+    if contract.problems:
         raise typer.Exit(1)
 
 
@@ -115,14 +115,15 @@ def check(
 
     if to not in ("", *ENGINES):
         raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
-    found = check_export(folder, to=to)
+    checked = check_export(folder, to=to)
     if as_json:
-        report = {"folder": str(folder), "layout": found.layout, "ok": not found.problems, "problems": found.problems}
+        problems = checked.problems
+        report = {"folder": str(folder), "layout": checked.layout, "ok": not problems, "problems": problems}
         print(json.dumps(report, indent=2))
     else:
-        for problem in found.problems:
+        for problem in checked.problems:
             print(problem)
-        state = f"{len(found.problems)} problems" if found.problems else "fine"
-        print(f"{folder}: {found.layout or 'unknown layout'}: {state}")
-    if found.problems:
+        state = f"{len(checked.problems)} problems" if checked.problems else "fine"
+        print(f"{folder}: {checked.layout or 'unknown layout'}: {state}")
+    if checked.problems:
         raise typer.Exit(1)

@@ -41,14 +41,14 @@ def heads(
     from ..heads.targets.skeleton import load_skeleton
 
     skeleton = load_skeleton(TargetConfig(path=target)) if target else stand_in()
-    rows = [describe(name, skeleton, sized=bool(target)) for name in HEADS]
+    rows = [describe_family(name, skeleton, sized=bool(target)) for name in HEADS]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         show(rows, sized=bool(target))
 
 
-def describe(name: str, skeleton: "Target", *, sized: bool) -> dict[str, Any]:
+def describe_family(name: str, skeleton: "Target", *, sized: bool) -> dict[str, Any]:
     """A family as the JSON has it; figures are null without a target, or with a `problem`: why it does not fit it.
 
     `reads.feature_layers` is null where the family chooses them by the target's depth, and no target is given.

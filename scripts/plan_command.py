@@ -20,7 +20,7 @@ from ..configs.terminal import PlainConsole
 if TYPE_CHECKING:
     from ..eval.plan.budget import Budget
     from ..eval.plan.document import Plan, PlanConfig
-    from ..eval.plan.prediction import Cell, Recommendation
+    from ..eval.plan.prediction import Cell, RecommendedCell
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -140,7 +140,7 @@ def plan(
             kind = partial(ServedPlanner, files=files_served) if files_served else Planner
             planned = kind(loaded, chosen, traffic, config, name, bar=progress, budget=budget).plan()
         folder.record(settings)
-        write(loaded, planned, folder.path)
+        write_plan(loaded, planned, folder.path)
     show(planned, PlainConsole())
     print(f"written to {output / 'plan.json'}")
 
@@ -168,9 +168,9 @@ def answerable(target: "Target", suite: "Suite", config: "PlanConfig", budget: "
 
     costs = probe(target, None, None, max(suite.prompts, key=len), budget, many=1)
     number, room, tokens = len(suite.prompts), budget.room("texts"), config.measure.max_new_tokens
-    kept, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
+    num_prompts, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
     measure = replace(config.measure, max_new_tokens=tokens)
-    return suite.subset(evenly(number, kept)), replace(config, measure=measure)
+    return suite.subset(evenly(number, num_prompts)), replace(config, measure=measure)
 
 
 def planned_drafter(
@@ -190,7 +190,7 @@ def planned_drafter(
     return name, SyntheticDrafter(target, suite.prompts, rates, max_new_tokens=max_new_tokens, inner=inner)
 
 
-def write(target: "Target", planned: "Plan", output: Path) -> None:
+def write_plan(target: "Target", planned: "Plan", output: Path) -> None:
     """plan.json, and machine.json where step times were measured, each whole or not at all."""
     from ..configs.files import write_json
     from ..eval.measurement.environment import Environment, TargetInfo
@@ -254,7 +254,7 @@ def show_budget(planned: "Plan", console: Console) -> None:
         console.print(missed, highlight=False, soft_wrap=True)
 
 
-def proof_text(advice: "Recommendation") -> str:
+def proof_text(advice: "RecommendedCell") -> str:
     """The evidence for a recommendation: a confidence interval, or something weaker."""
     from ..eval.measurement.metrics import LEAST_TIMED
     from ..eval.report.one_result import counted_words

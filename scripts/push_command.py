@@ -60,7 +60,7 @@ def push(
     chosen = to or next(iter(engines_of(head.family)), "")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "head")
-        prepare(head, run, folder, repo=repo, to=chosen, base_model=named, report=report)
+        prepare_upload(head, run, folder, repo=repo, to=chosen, base_model=named, report=report)
         if dry_run:
             for path in sorted(folder.rglob("*")):
                 if path.is_file():
@@ -70,7 +70,7 @@ def push(
         print(upload(folder, repo, private=private, create_pr=create_pr, endpoint=endpoint or None))
 
 
-def prepare(
+def prepare_upload(
     head: "HeadFolder", run: Path, folder: Path, *, repo: str, to: str, base_model: str, report: Path | None
 ) -> None:
     """Everything that goes to the hub, in a new folder. Raises BadInput if the export breaks its contract."""
@@ -129,11 +129,11 @@ def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint:
     message = "Head trained with Headstart"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        done: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
+        commit: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
     except Exception as error:  # the hub's own, and those of the network; a message may hold the token
         told = re.sub(secrets, "***", str(error)).strip() or type(error).__name__
         raise BadInput(f"{repo}: the hub refused: {told.splitlines()[0]}") from None
-    return str(done.pr_url or done.commit_url)
+    return str(commit.pr_url or commit.commit_url)
 
 
 # The card: what a head drafts for, how it was trained, what it was measured to save, how to serve it

@@ -32,7 +32,7 @@ from ..data_pipelines.sources import iter_rows
 from ..data_pipelines.storage.features import check_features, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, is_shards, read_manifest
-from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, draft_vocabulary
+from ..data_pipelines.vocab import always_kept, count_supervised, coverage, covering_size, most_frequent
 from ..heads.base import DraftHead
 from ..heads.registry import start_vocabulary
 from ..heads.target import Target
@@ -196,14 +196,14 @@ def with_draft_vocabulary(
     size, share, folder = run.head.draft_vocab_size, run.train.draft_coverage, run.train.start_from
     if size is None and (not share or target.vocab_size < LARGE_VOCABULARY):
         return run, None
-    kept: list[int] = []
+    start: list[int] = []
     if folder is not None:
         try:
-            kept = start_vocabulary(run.head, target, folder) or []
+            start = start_vocabulary(run.head, target, folder) or []
         except BadInput as error:
             raise BadInput(f"train.start_from: {error}") from error
-        size = size or len(kept) or None
-        if not kept or size is None or len(kept) >= size:
+        size = size or len(start) or None
+        if not start or size is None or len(start) >= size:
             return with_draft_size(run, size), None
     samples = (data.samples[i].sample for i in range(len(data.samples)))
     counts = count_supervised(samples, vocab_size=target.vocab_size)
@@ -211,8 +211,8 @@ def with_draft_vocabulary(
     size = size or covering_size(counts, always, share=share)[0]
     if size is None:
         return run, None
-    more = [token for token in always if token not in kept][: size - len(kept)]
-    ids = draft_vocabulary(counts, size=size, always=[*kept, *more])
+    more = [token for token in always if token not in start][: size - len(start)]
+    ids = most_frequent(counts, size=size, always=[*start, *more])
     console.print(f"draft vocabulary: {size} of {target.vocab_size} tokens, {coverage(counts, ids):.1%} of the answers")
     return with_draft_size(run, size), ids
 

@@ -23,7 +23,7 @@ from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
 from .launch import product_dtype
-from .optim import schedule
+from .optim import learning_rate_share
 from .speed import Speed
 from .stopping import Stopping
 from .training_record import TrainingRecord
@@ -71,8 +71,8 @@ class Loop:
         started = time.perf_counter()
         taken = self._taken(batches)
         waited = time.perf_counter() - started
-        torch.manual_seed(seed_of(self.config.seed, step, self.accelerator.process_index))
-        share, scales = schedule(step, self.config), self.head.learning_rate_scales(step)
+        torch.manual_seed(step_seed(self.config.seed, step, self.accelerator.process_index))
+        share, scales = learning_rate_share(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
         num_positions = sum(batch.input_ids.numel() for batch in taken)
@@ -184,6 +184,6 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
 
-def seed_of(seed: int, step: int, rank: int) -> int:
+def step_seed(seed: int, step: int, rank: int) -> int:
     """The random seed of a rank in a step, so that a resumed run draws the same numbers."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -93,8 +93,8 @@ class MuonAdamW(torch.optim.Optimizer):
 def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW, or Muon with AdamW for vectors and matrices with a vocabulary dimension; weight decay only on matrices.
 
-    Each group has `peak`, the learning rate that `schedule` scales, and `part`: its prefix of parameter names in
-    `DraftHead.learning_rate_scales`, or "".
+    Each group has `peak`, the learning rate that `learning_rate_share` scales, and `part`: its prefix of parameter
+    names in `DraftHead.learning_rate_scales`, or "".
     """
     size = head.target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
     trained = [p for p in head.parameters() if p.requires_grad]
@@ -143,7 +143,7 @@ def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:
     return replace(config, optimizer="adamw", matrix_learning_rate=None, **rates)
 
 
-def schedule(step: int, config: TrainConfig) -> float:
+def learning_rate_share(step: int, config: TrainConfig) -> float:
     """Share of the peak learning rates at 0-based `step`: linear warm-up, then half a cosine down to min_lr_ratio."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -30,7 +30,7 @@ def record_start(path: Path, target: Target, data: TrainingData, *, num_processe
         "git": git_state(Path(__file__).parent),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},  # None: not installed
-        "device": device_name(),
+        "device": training_devices(),
         "num_processes": num_processes,
         "target": {"name": target.name, "fingerprint": target.fingerprint},
         "data": {**sizes, "sha256": [shard.sha256 for shard in manifest.shards], "states": states_record(data)},
@@ -74,7 +74,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def device_name() -> str:
+def training_devices() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return platform.processor() or platform.machine()

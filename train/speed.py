@@ -78,9 +78,9 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         packet, again = func._overloadpacket, 0
         if packet in ATTENTION:
-            count = sum(products_of(*args[:3]))
+            count = sum(attention_operations(*args[:3]))
         elif packet in ATTENTION_BACKWARD:  # the scores again, then two gradients of each product
-            again, of_values = products_of(*args[1:4])
+            again, of_values = attention_operations(*args[1:4])
             count = 3 * again + 2 * of_values
         elif packet in flop_registry:
             count = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
@@ -98,7 +98,7 @@ ATTENTION, ATTENTION_BACKWARD = (
 )
 
 
-def products_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+def attention_operations(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
     """Operations of the scores of queries [B, N, Q, H] and keys [B, Nkv, P, H], and of weighing the values."""
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]

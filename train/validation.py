@@ -12,7 +12,7 @@ from ..data_pipelines.storage.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.decoding import generate
 from ..eval.decoding.replay import default_steps
-from ..eval.measurement.breakdown import part_of
+from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.nn.documents import Documents
@@ -27,7 +27,7 @@ PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedValidation:
     """Greedy chains on texts that the target wrote in answer to `num_prompts` prompts: as decoded, and as taught."""
 
     num_prompts: int
@@ -41,7 +41,7 @@ class ValidationResult:
 
     num_draft_tokens: int
     taught: AcceptancePart
-    decoded: Decoded | None = None
+    decoded: DecodedValidation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As docs/run_folder.md has it."""
@@ -104,7 +104,7 @@ class Validation:
         if not self.num_prompts:
             return result
         parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
-        return replace(result, decoded=Decoded(self.num_prompts, *parts))
+        return replace(result, decoded=DecodedValidation(self.num_prompts, *parts))
 
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         return self.target.read_texts(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
@@ -117,7 +117,7 @@ class Validation:
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
         num_draft, num_tokens = self.num_draft, self.config.decode_tokens
-        done = generate(
+        generated = generate(
             self.target,
             head,
             self.prompts,
@@ -125,8 +125,8 @@ class Validation:
             num_draft_tokens=num_draft,
             steps=default_steps(self.target.device, num_tokens=num_tokens),
         )
-        decoded = acceptance(done.rounds, num_draft_tokens=num_draft)
-        rows = [prompt + new for prompt, new in zip(self.prompts, done.token_ids, strict=True)]
+        decoded = acceptance(generated.rounds, num_draft_tokens=num_draft)
+        rows = [prompt + new for prompt, new in zip(self.prompts, generated.token_ids, strict=True)]
         device = self.backend.accelerator.device
         input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
         loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -139,7 +139,7 @@ class Validation:
         numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]
         total = self.backend.total(torch.tensor(numbers, device=self.backend.accelerator.device)).tolist()
         tried, taken = total[2 : 2 + self.num_draft], total[2 + self.num_draft :]
-        return part_of(Acceptance(total[0], total[1], tried, taken))
+        return acceptance_part(Acceptance(total[0], total[1], tried, taken))
 
 
 def prompt_of(sample: Sample) -> list[int]:

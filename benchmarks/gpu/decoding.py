@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from ...eval.decoding import engine as engine_module
-from ...eval.decoding.continuous import Asked, answer_continuously
+from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.engine import Engine
 from ...eval.decoding.loop import decode
@@ -46,7 +46,7 @@ FIGURES = "acceptance_length speedup speedup_ci95 tokens_per_second baseline_tok
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class DecodingSize:
     """How much is measured."""
 
     limit: int  # prompts, and at least as many as rows
@@ -59,11 +59,11 @@ class Size:
 
 
 SIZES = {
-    "toy": Size(
+    "toy": DecodingSize(
         limit=2, max_new_tokens=12, num_repeats=1, batch_sizes=(2,), load_sizes=(1, 2), answer_sizes=(2,),
         asked_per_row=2,
     ),
-    "full": Size(
+    "full": DecodingSize(
         limit=12, max_new_tokens=96, num_repeats=2, batch_sizes=(8, 32), load_sizes=(1, 8, 32, 64),
         answer_sizes=(64, 128, 256), asked_per_row=8,
     ),
@@ -71,7 +71,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(store.Cell):
+class DecodingCell(store.BenchedCell):
     """One setting. what: `texts`, `drafts` or `answers`."""
 
     what: str
@@ -84,14 +84,14 @@ class Cell(store.Cell):
     temperature: float = 0.0
 
 
-def single_cells(size: Size, pack: Path, steps: str) -> list[Cell]:
+def single_cells(size: DecodingSize, pack: Path, steps: str) -> list[DecodingCell]:
     """The most telling cells first."""
     ways = ("graph", "eager", "compile") if steps == "graph" else ("eager",)
-    texts = [Cell(name=f"texts, {way}", what="texts", steps=way) for way in ways]
-    look_ups = Cell(
+    texts = [DecodingCell(name=f"texts, {way}", what="texts", steps=way) for way in ways]
+    look_ups = DecodingCell(
         name="look-ups", what="drafts", steps=steps, drafter=f"suffix:{pack / 'text/answers.jsonl'}", num_draft_tokens=7
     )
-    head = Cell(name="head", what="drafts", steps=steps, drafter=f"head:{pack / 'head'}", num_draft_tokens=4)
+    head = DecodingCell(name="head", what="drafts", steps=steps, drafter=f"head:{pack / 'head'}", num_draft_tokens=4)
     drafters = head, look_ups
     cells = [*texts[:2], *drafters, *(changed(each, suite="contrast") for each in drafters)]
     cells += [changed(head, num_nodes=12), *(changed(each, temperature=0.7) for each in drafters)]
@@ -99,42 +99,42 @@ def single_cells(size: Size, pack: Path, steps: str) -> list[Cell]:
     return cells + texts[2:]  # compiling whole steps takes longest
 
 
-def load_cells(size: Size, pack: Path, steps: str) -> list[Cell]:
+def load_cells(size: DecodingSize, pack: Path, steps: str) -> list[DecodingCell]:
     drafter = f"hybrid:{pack / 'head'}:{pack / 'text/answers.jsonl'}"
-    hybrid = Cell(name="hybrid", what="drafts", steps=steps, drafter=drafter)
+    hybrid = DecodingCell(name="hybrid", what="drafts", steps=steps, drafter=drafter)
     return [changed(hybrid, batch_size=rows) for rows in size.load_sizes]
 
 
-def answer_cells(size: Size, pack: Path, steps: str) -> list[Cell]:
-    cell = Cell(name="answers", what="answers", steps=steps, suite="prompts")
+def answer_cells(size: DecodingSize, pack: Path, steps: str) -> list[DecodingCell]:
+    cell = DecodingCell(name="answers", what="answers", steps=steps, suite="prompts")
     return [changed(cell, batch_size=rows) for rows in size.answer_sizes]
 
 
 CELLS = {"single": single_cells, "load": load_cells, "answers": answer_cells}
 
 
-def changed(cell: Cell, **changes: Any) -> Cell:
+def changed(cell: DecodingCell, **changes: Any) -> DecodingCell:
     """The cell with other settings, which its name tells."""
     return replace(cell, name=", ".join([cell.name, *(f"{key} {value}" for key, value in changes.items())]), **changes)
 
 
-class Workbench:
+class DecodingWorkbench:
     """A target, and what its cells share."""
 
-    def __init__(self, target: Target, pack: Path, size: Size):
+    def __init__(self, target: Target, pack: Path, size: DecodingSize):
         self.target, self.pack, self.size = target, pack, size
         self.drafter = cache(lambda spec: build_drafter(spec, target)[1])
 
-    def measure(self, cell: Cell) -> Figures:
+    def measure(self, cell: DecodingCell) -> Figures:
         """The cell's figures."""
         with patch.object(engine_module, "SMALLEST_BUCKET", SLOTS):
             return {"texts": self.texts, "drafts": self.drafts, "answers": self.answers}[cell.what](cell)
 
-    def suite(self, cell: Cell, limit: int) -> Suite:
+    def suite(self, cell: DecodingCell, limit: int) -> Suite:
         path = self.pack / "text" / f"{cell.suite}.jsonl"
         return load_suite(path, self.target, max_new_tokens=self.size.max_new_tokens, limit=limit)
 
-    def texts(self, cell: Cell) -> Figures:
+    def texts(self, cell: DecodingCell) -> Figures:
         """Greedy texts of the baseline: how many of their tokens the model's own forward over the whole text, without a
         cache, would have chosen too, and how far a token's logit was below the highest."""
         prompts, most = self.suite(cell, NUM_TEXTS).prompts, self.size.max_new_tokens
@@ -152,7 +152,7 @@ class Workbench:
         own = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]  # [N]
         return (logits.amax(1) - own).tolist()
 
-    def drafts(self, cell: Cell) -> Figures:
+    def drafts(self, cell: DecodingCell) -> Figures:
         """Acceptance and speed of a drafter beside the baseline, and whether the texts are the target's."""
         size, drafter = self.size, self.drafter(cell.drafter)
         config = MeasureConfig(
@@ -171,11 +171,11 @@ class Workbench:
             "sampling_p_value": None if check is None else check.p_value,
         }
 
-    def answers(self, cell: Cell) -> Figures:
+    def answers(self, cell: DecodingCell) -> Figures:
         """Tokens per second of answers by continuous batching, and of a baseline step at as many rows."""
         size, rows = self.size, cell.batch_size
         prompts = self.suite(cell, size.asked_per_row * rows).prompts
-        waiting = deque(Asked(str(number), prompt) for number, prompt in enumerate(prompts))
+        waiting = deque(WaitingPrompt(str(number), prompt) for number, prompt in enumerate(prompts))
         started = time.perf_counter()
         answers = answer_continuously(self.target, waiting, batch_size=rows, max_new_tokens=size.max_new_tokens)
         num_tokens = sum(len(answer) for _, answer in answers)
@@ -192,7 +192,7 @@ class Workbench:
         }
 
 
-def setting_of(cell: Cell) -> DraftSetting | None:
+def setting_of(cell: DecodingCell) -> DraftSetting | None:
     """None: a chain of the drafter's default length."""
     if cell.num_draft_tokens is None:
         return None
@@ -213,10 +213,10 @@ def main() -> int:
     options = parser.parse_args()
     device, size = default_device(), SIZES[options.size]
     header = {"device": device_name(torch.device(device)), "size": asdict(size)}
-    results = CellStore[Cell](options.output, header, is_new=True)
+    results = CellStore[DecodingCell](options.output, header, is_new=True)
     target = Target.load(options.target, dtype=default_dtype(options.target, device), device=device)
     cells = CELLS[options.cells](size, options.pack, "graph" if device == "cuda" else "eager")
-    return results.run(cells, Workbench(target, options.pack, size).measure)
+    return results.run(cells, DecodingWorkbench(target, options.pack, size).measure)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ...eval.measurement.environment import device_name
 from ...heads.decoders.joined_decoder import compiled_ahead
 from ...heads.loading import default_device
 from ...train.speed import matmul_rate
-from ..store import Cell, CellStore, Figures
+from ..store import BenchedCell, CellStore, Figures
 
 PACKAGES = "transformers accelerate triton safetensors pydantic gguf peft datasets wandb deepspeed openai".split()
 COMPILERS = ("gcc", "g++", "nvcc", "ptxas")
@@ -69,8 +69,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     device = torch.device(default_device())
-    store = CellStore[Cell](parser.parse_args().output, {"device": device_name(device)}, is_new=True)
-    return store.run([Cell(name=name) for name in PARTS], lambda cell: PARTS[cell.name](device))
+    store = CellStore[BenchedCell](parser.parse_args().output, {"device": device_name(device)}, is_new=True)
+    return store.run([BenchedCell(name=name) for name in PARTS], lambda cell: PARTS[cell.name](device))
 
 
 if __name__ == "__main__":

@@ -273,10 +273,10 @@ def answer_of(payload: bytes, url: str) -> Answer:
         raise AttemptFailed(f"{url}: not a chat completion but {start!r}") from error
     if finish_reason in NOT_ANSWERED:
         raise AttemptFailed(f"{url}: the server gave up: finish_reason {finish_reason}")
-    kept = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
+    answer = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
     if message.get("tool_calls"):
-        kept["tool_calls"] = message["tool_calls"]
-    return Answer(kept, finish_reason, num_prompt_tokens=counts[0], num_tokens=counts[1], ids=ids)
+        answer["tool_calls"] = message["tool_calls"]
+    return Answer(answer, finish_reason, num_prompt_tokens=counts[0], num_tokens=counts[1], ids=ids)
 
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:

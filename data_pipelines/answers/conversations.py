@@ -156,7 +156,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     Raises: BadInput, naming the row's origin, if it has no prompt or no user turn, or its messages are malformed.
     """
     data = known_keys(row.data)
-    chat = _chat(data, row.origin, sampling.variables)
+    chat = _as_chat(data, row.origin, sampling.variables)
     script = script_of(chat.messages, turns=turns)
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
@@ -169,7 +169,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
         yield Exchange(key, source_id, script, chat.tools, sampling, sample, dict(chat.variables))
 
 
-def _chat(data: dict[str, Any], origin: str, variables: dict[str, Any]) -> ChatRow:
+def _as_chat(data: dict[str, Any], origin: str, variables: dict[str, Any]) -> ChatRow:
     """The row as a chat; a plain prompt or an instruction is what the user says."""
     if is_chat(data):
         return chat_of(data, origin, defaults=variables)

@@ -90,7 +90,7 @@ class RunProgress:
     num_tokens: int = 0  # of the answers of this run
 
 
-class Answers(Protocol):
+class Answerer(Protocol):
     """`by_threads`, `in_batches` or `joining` with all other arguments bound; yields outcomes in any order."""
 
     def __call__(self, conversations: Iterable[Exchange], *, is_done: Callable[[str], bool]) -> Iterator[Outcome]: ...
@@ -98,7 +98,7 @@ class Answers(Protocol):
 
 def regenerate(
     config: RegenerateConfig,
-    answers: Answers,
+    answers: Answerer,
     *,
     target_identity: Mapping[str, Any] | None = None,
     show: Callable[[RunProgress], None] = lambda progress: None,

@@ -89,7 +89,7 @@ class AnswerStore:
             if manifest is None:
                 self._write_manifest({"is_complete": False})
             else:
-                check_settings(manifest["settings"], self.settings, folder=self.folder)
+                check_same_settings(manifest["settings"], self.settings, folder=self.folder)
             self._file = self._open_part()
         except BaseException:
             self._owned.close()
@@ -200,11 +200,11 @@ class AnswerStore:
         self._synced = time.monotonic()
 
 
-def check_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
+def check_same_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
     """Raises BadInput, naming the first setting (dotted key) that differs from those the folder was started with."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *before]:
-            check_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
+            check_same_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
     elif before != now:
         shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (before, now))]
         raise BadInput(f"{folder}: started with {at} {shown[0]}, now {shown[1]}; give a new folder")

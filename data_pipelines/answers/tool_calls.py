@@ -17,14 +17,14 @@ def with_tool_calls(text: str, render: Callable[[list[Message]], str]) -> Messag
 
     Args: render: the chat up to and including these messages of the assistant, as the template writes it.
     """
-    found = list(json_calls(text))
-    if not found:
+    values = list(json_calls(text))
+    if not values:
         return None
     calls = [
         {"type": "function", "id": str(value.get("id") or f"call{i:05}"), "function": function_of(value)}
-        for i, (_, value) in enumerate(found)
+        for i, (_, value) in enumerate(values)
     ]
-    first = found[0][0]
+    first = values[0][0]
     try:
         prompt = render([])
         alone = render([{"role": "assistant", "content": "", "tool_calls": calls}])

@@ -13,7 +13,7 @@ from ...configs.jsonl import naming_faults
 from ...heads.chat.messages import Message
 from ...heads.chat.prompts import RENDER_ERRORS
 from ...heads.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
-from ...heads.chat.written_ids import KEY, Written, written
+from ...heads.chat.written_ids import KEY, Written, written_sequences
 from ..config import DataConfig
 from ..parallel import in_order
 from ..row_shapes import SHAPES
@@ -146,8 +146,8 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
         return [Written(ids, _without_end(ids, spans, data, table))], FROM_ROW
     if KEY in data:
         how: dict[str, Any] = {"fingerprint": table.fingerprint, "vocab_size": vocab_size, "origin": origin}
-        if found := written(data, _said(data, origin), table.tokenizer, **how):
-            return found, FROM_ROW
+        if sequences := written_sequences(data, _said(data, origin), table.tokenizer, **how):
+            return sequences, FROM_ROW
         source = NOT_ITS_IDS
     ids, spans = _encode_text(data, origin, table, config)
     if not ids:

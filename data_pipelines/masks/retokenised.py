@@ -30,7 +30,7 @@ class Retokenised:
     def of(cls, rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> "Retokenised":
         counted = cls()
         for row in rows:
-            places = differing(row, tokenizer, config, vocab_size=vocab_size)
+            places = first_retokenised(row, tokenizer, config, vocab_size=vocab_size)
             counted.num_rows += places is not None
             counted.num_other += bool(places)
         return counted
@@ -42,16 +42,16 @@ class Retokenised:
         return f"of {self.num_rows} rows with ids, {self.num_other} ({share:.0%}) have other tokens if tokenised again"
 
 
-def differing(row: Row, tokenizer: Any, config: DataConfig, *, vocab_size: int) -> list[Place] | None:
+def first_retokenised(row: Row, tokenizer: Any, config: DataConfig, *, vocab_size: int) -> list[Place] | None:
     """Where the last sequence of a row's `written_ids` has other ids than its text; None if its ids are not used."""
     table = token_table(tokenizer)
     if KEY not in row.data:
         return None
     try:
-        found, source = ids_of(row, table, config, vocab_size)
+        sequences, source = ids_of(row, table, config, vocab_size)
         if source != FROM_ROW:
             return None
-        wrote = found[-1].input_ids
+        wrote = sequences[-1].input_ids
         text, _ = ids_of(replace(row, data={**row.data, KEY: None}), table, config, vocab_size)
     except BadInput:
         return None

@@ -54,10 +54,10 @@ def _kept_prompt(length: int, limit: int) -> np.ndarray:
 
 
 def _piece(whole: Sample, prompt: np.ndarray, context: int, begin: int, end: int) -> Sample:
-    kept = np.concatenate([prompt, np.arange(context, end)])
-    loss_mask = whole.loss_mask[kept]
-    loss_mask[: len(kept) - (end - begin)] = False
-    return Sample(input_ids=whole.input_ids[kept], segments=whole.segments[kept], loss_mask=loss_mask)
+    positions = np.concatenate([prompt, np.arange(context, end)])
+    loss_mask = whole.loss_mask[positions]
+    loss_mask[: len(positions) - (end - begin)] = False
+    return Sample(input_ids=whole.input_ids[positions], segments=whole.segments[positions], loss_mask=loss_mask)
 
 
 def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callable[[int], str]) -> int:

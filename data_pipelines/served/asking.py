@@ -25,7 +25,7 @@ NOT_OURS = "does not run headstart's connector for vLLM (docs/launching.md)"
 
 
 @dataclass(frozen=True)
-class Served:
+class StatesIdentity:
     """What identifies the states that a server gives."""
 
     engine: str
@@ -45,7 +45,7 @@ class Served:
         known = {field.name: told[field.name] for field in fields(cls)}
         return cls(**{**known, "layers": tuple(told["layers"])})
 
-    def check_same(self, other: "Served", *, url: str) -> None:
+    def check_same(self, other: "StatesIdentity", *, url: str) -> None:
         """Raises BadInput, naming what differs, if a server is another one than before."""
         for key, before in asdict(self).items():
             now = getattr(other, key)
@@ -54,11 +54,11 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedStates:
     """Of a row of T tokens."""
 
     states: Tensor  # [T, L, D], L in the order of served.layers
-    served: Served
+    served: StatesIdentity
     next_token: int  # the likeliest one after the row
     next_logprob: float
 
@@ -90,7 +90,7 @@ class StateServer:
         self.label, self.is_gone, self.patience = label, is_gone, patience
         self.ways: dict[str, Transport] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
         self._closed = Event()
-        self.served: Served | None = None
+        self.served: StatesIdentity | None = None
         self.model = self._model(key)
 
     def ask(self, token_ids: Sequence[int]) -> Tensor:
@@ -100,7 +100,7 @@ class StateServer:
         """
         return self.answer(token_ids).states
 
-    def answer(self, token_ids: Sequence[int]) -> Answer:
+    def answer(self, token_ids: Sequence[int]) -> ServedStates:
         """As `ask`, with what else the server says."""
         began, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -125,26 +125,26 @@ class StateServer:
         """Let threads that wait for the server to come back give up."""
         self._closed.set()
 
-    def _attempt(self, ids: list[int]) -> Answer:
+    def _attempt(self, ids: list[int]) -> ServedStates:
         """Raises: Lost if another attempt may do."""
         asked: dict[str, Any] = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         asked |= {"logprobs": 1, "return_tokens_as_token_ids": True, "kv_transfer_params": {"headstart": self.label}}
         said = self._request("/v1/completions", asked)
         try:
             told = said["kv_transfer_params"]["headstart"]
-            served = Served.of(told["served"])
+            served = StatesIdentity.of(told["served"])
             likely = said["choices"][0]["logprobs"]
             way = next(way for key, way in self.ways.items() if key in told)
             token, logprob = int(likely["tokens"][0].removeprefix("token_id:")), float(likely["token_logprobs"][0])
         except (KeyError, TypeError, IndexError, ValueError, StopIteration) as error:
             raise BadInput(f"server {self.url}: {NOT_OURS}") from error
-        found = way.take(told)
+        tensors = way.take(told)
         if self.served is None:
             self.served = served
         self.served.check_same(served, url=self.url)
-        if found["token_ids"].tolist() != ids:
+        if tensors["token_ids"].tolist() != ids:
             raise BadInput(f"server {self.url}: gave the states of other tokens than were asked for")
-        return Answer(found["states"], served, token, logprob)
+        return ServedStates(tensors["states"], served, token, logprob)
 
     def _model(self, key: str) -> str:
         """The name by which the server knows its target."""

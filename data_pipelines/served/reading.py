@@ -20,7 +20,7 @@ from ..storage.features import Reads
 from ..storage.quantise import pack
 from ..storage.samples import Sample
 from ..storage.shard_file import PackedStates, StoredSample
-from .asking import Answer, Served, StateServer
+from .asking import ServedStates, StateServer, StatesIdentity
 from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
 
 AT_ONCE = 32  # requests; batches that wait to be written, or trained on, limit them too
@@ -78,7 +78,7 @@ def layers_asked(target: Target, reads: Reads) -> list[int]:
     return sorted({*reads.layers, target.num_layers})
 
 
-def fields_of_served(served: Served) -> dict[str, Any]:
+def fields_of_served(served: StatesIdentity) -> dict[str, Any]:
     """What the manifest says beside `extract.fields_of`."""
     return {
         "engine": served.engine,
@@ -95,7 +95,7 @@ def label_of(output: Path, rank: int = 0) -> str:
 
 def check_server(
     server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None = None
-) -> Served:
+) -> StatesIdentity:
     """Ask for short rows and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
     log-probabilities that it gives tokens with those that our final norm and output layer give them.
 
@@ -123,13 +123,13 @@ def check_server(
     if served.max_length < max_length:
         raise BadInput(f"{where}: its max-model-len is {served.max_length}, rows have up to {max_length} tokens")
     beginnings = [ids[:length] for length in range(1, len(ids))][1 - NUM_PROBES :]
-    for each in [answer, *map(server.answer, beginnings)]:
-        check_post_norm(each, target, where)
+    for one in [answer, *map(server.answer, beginnings)]:
+        check_post_norm(one, target, where)
     return served
 
 
 @torch.no_grad()
-def check_post_norm(answer: Answer, target: Target, where: str) -> None:
+def check_post_norm(answer: ServedStates, target: Target, where: str) -> None:
     """Raises BadInput if the target's own final norm and output layer make something else of the last layer's output
     than the server does."""
     last = answer.states[-1:, answer.served.layers.index(target.num_layers)]  # [1, D]

@@ -28,7 +28,7 @@ class Tcp:
         where: str = told["tcp"]
         try:
             with urllib.request.urlopen(f"http://{where}", timeout=self.patience) as response:
-                found = load(response.read())
+                tensors = load(response.read())
         except urllib.error.HTTPError as error:
             problem = error.read().decode(errors="replace")
             if error.code == COULD_NOT:
@@ -39,7 +39,7 @@ class Tcp:
                 raise BadInput(f"{where}: not reached from here: {first_line(error)}") from error
             raise Lost(f"{where}: {first_line(error)}") from error
         self._address = where.partition("/")[0]
-        return found
+        return tensors
 
     def clear(self) -> None:
         """As `Transport.clear`."""

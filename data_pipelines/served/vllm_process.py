@@ -101,7 +101,7 @@ class VllmServer:
         """The first error that its log quotes, which causes the later ones, else the last line."""
         text = self.log.read_bytes()[-LAST_BYTES:].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["its log is empty"]
-        told = next((found[1] for line in lines if (found := QUOTED.search(line))), lines[-1])
+        told = next((quoted[1] for line in lines if (quoted := QUOTED.search(line))), lines[-1])
         return told[:400]
 
     def _wait_until_ready(self) -> None:

@@ -21,7 +21,7 @@ from ...heads.loading import config_hash
 from ...heads.target import Target
 from ..config import check_at_least_one, check_choice
 from ..parallel import read_ahead
-from .features import Reads, differing
+from .features import Reads, first_difference
 from .quantise import STORAGE, Packed, pack
 from .samples import Sample
 from .shard_file import PackedStates, StoredSample
@@ -34,7 +34,7 @@ AHEAD = 2  # batches that may wait to be written
 Start = Callable[[Sequence[Sample]], Callable[[], list[StoredSample]]]
 
 
-class Reader:
+class StateReader:
     """Runs the target on batches of samples, asynchronously.
 
     `start` queues the work on the device and returns a function that waits for it and returns the samples with their
@@ -73,11 +73,11 @@ class Reader:
             return lambda: pack(chosen, self.storage_dtype)
         packed = pack(chosen, self.storage_dtype)
         host = Packed(to_pinned(packed.values), None if packed.scales is None else to_pinned(packed.scales))
-        done = torch.cuda.Event()
-        done.record()
+        copied = torch.cuda.Event()
+        copied.record()
 
         def wait() -> Packed:
-            done.synchronize()
+            copied.synchronize()
             # cloned, as pinned memory is scarce
             return Packed(host.values.clone(), None if host.scales is None else host.scales.clone())
 
@@ -152,13 +152,13 @@ class Extraction:
         masks = (stored.sample.loss_mask for stored in samples)
         size, dtype = target.hidden_size, config.storage_dtype
         sizes = [reads.row_bytes(mask, hidden_size=size, storage_dtype=dtype) for mask in masks]
-        self.shards, self.shard_sizes = cut(sizes, limit=config.shard_bytes)
+        self.shards, self.shard_sizes = cut_into_shards(sizes, limit=config.shard_bytes)
         self.num_bytes = sum(sizes)
 
     def check_disk(self, output: Path, *, free: Callable[[Path], int] | None = None) -> None:
         """Raises BadInput if the shards that are still missing do not fit on the disk."""
-        done = ShardWriter(output, fields=self.fields).done
-        needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in done)
+        written = ShardWriter(output, fields=self.fields).done
+        needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in written)
         left = (free or disk_free)(output)
         if needed > left:
             raise BadInput(
@@ -178,10 +178,10 @@ class Extraction:
 
         Args:
             on_tokens: called with the number of tokens of each shard, complete ones included.
-            start: gives the states of a batch, as `Reader.start`; None: the target in this process does.
+            start: gives the states of a batch, as `StateReader.start`; None: the target in this process does.
         """
         writer = ShardWriter(output, fields=self.fields)
-        start = start or Reader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
+        start = start or StateReader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
 
         def jobs() -> Iterator[Callable[[], None]]:
             for number, rows in list(enumerate(self.shards))[rank::num_ranks]:
@@ -215,7 +215,7 @@ class Extraction:
         yield lambda: writer.write(number, [stored[i] for i in range(len(samples))])
 
 
-def cut(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
+def cut_into_shards(sizes: Sequence[int], *, limit: int) -> tuple[list[range], list[int]]:
     """Cut rows of these sizes in bytes into consecutive shards of at least `limit` bytes, except the last.
 
     Returns: the rows of each shard, and its bytes.
@@ -253,12 +253,12 @@ def is_finished(output: Path, fields: dict[str, Any], *, engine: str | None = No
         return False
     written = read_manifest(output).fields
     wanted = {key: value for key, value in fields.items() if key != "target"} | {"engine": engine}
-    if problem := differing(written, wanted):
+    if problem := first_difference(written, wanted):
         raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
     return True
 
 
-def clear(output: Path) -> None:
+def clear_unfinished(output: Path) -> None:
     """Remove files that only an unfinished extraction needs."""
     clear_progress(output)
     remove(output / TOKENS)

@@ -99,7 +99,7 @@ def source_record(source: Source) -> dict[str, Any]:
     return {"source": files or source.source, **how}
 
 
-def differing(written: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def first_difference(written: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first of the entries of `now` that a manifest does not have, in words with both values; None: it has all."""
     for key, value in json.loads(json.dumps(now)).items():
         before = written.get(key)
@@ -147,5 +147,5 @@ def check_features(
         now = origin_of(data, target.tokenizer)
         if key == "data.validation":  # has rows of its own
             now = {**now, "rows": None, "data": {k: v for k, v in now["data"].items() if k not in OF_ROWS}}
-        if problem := differing(manifest, {name: value for name, value in now.items() if value is not None}):
+        if problem := first_difference(manifest, {name: value for name, value in now.items() if value is not None}):
             raise BadInput(f"{where}: extracted with {problem}")

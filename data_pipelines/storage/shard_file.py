@@ -56,12 +56,12 @@ class PackedStates:
 
     def unpacked(self) -> TargetStates:
         return TargetStates(
-            spread(unpack(self.features, self.dtype), self.features_at),
-            spread(unpack(self.post_norm, self.dtype), self.post_norm_at),
+            scattered(unpack(self.features, self.dtype), self.features_at),
+            scattered(unpack(self.post_norm, self.dtype), self.post_norm_at),
         )
 
 
-def spread(values: Tensor, at: np.ndarray) -> Tensor:
+def scattered(values: Tensor, at: np.ndarray) -> Tensor:
     """values [n, ...], at [T] bool with n True -> [T, ...]: the values at the True positions, zeros elsewhere."""
     out = values.new_zeros(len(at), *values.shape[1:])
     out[torch.from_numpy(at)] = values
@@ -103,7 +103,7 @@ class ShardEntry:
     sha256: str
 
 
-def write_rows(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, Any]) -> ShardEntry:
+def write_shard(path: Path, rows: Sequence[StoredSample], *, metadata: dict[str, Any]) -> ShardEntry:
     """Write a shard; the same rows and metadata give the same bytes. Raises BadInput if the file cannot be written."""
     # the largest items first, so that every tensor is aligned
     columns = dict(sorted(_columns(rows).items(), key=lambda column: -column[1][0].itemsize))

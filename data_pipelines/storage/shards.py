@@ -15,7 +15,7 @@ import numpy as np
 
 from ...configs.errors import BadInput, first_line
 from ...configs.files import remove, remove_unfinished, write_json
-from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_rows
+from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
 
 FORMAT = "headstart shards 1"
 MANIFEST, PROGRESS = "manifest.json", "progress"
@@ -100,7 +100,7 @@ class ShardWriter:
         """Write a whole shard. For several processes that write different shards of one folder."""
         path = self.folder / f"shard_{number:05d}.safetensors"
         dtypes = {key: self.fields.get(key) for key in ("dtype", "storage_dtype")}
-        entry = write_rows(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
+        entry = write_shard(path, rows, metadata={"owner": owner(self.fields), "number": number, **dtypes})
         write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 
@@ -220,9 +220,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise BadInput(f"{folder}: unfinished; run the command that wrote it again to complete it")
         raise BadInput(f"{path}: no such file")
     data = _read_json(path)
-    found = data.pop("format", None) if isinstance(data, dict) else None
-    if found != FORMAT:
-        raise BadInput(f"{path}: format {found!r}, expected {FORMAT!r}")
+    version = data.pop("format", None) if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise BadInput(f"{path}: format {version!r}, expected {FORMAT!r}")
     try:
         shards = [ShardEntry(**entry) for entry in data.pop("shards")]
         totals = {field.name: data.pop(field.name) for field in fields(Manifest) if field.name in data}
@@ -236,8 +236,8 @@ def is_shards(folder: Path) -> bool:
     path = folder / MANIFEST
     if not path.is_file():
         return (folder / PROGRESS).is_dir()
-    found = _read_json(path)
-    return isinstance(found, dict) and found.get("format") == FORMAT
+    manifest = _read_json(path)
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def owner(fields: Mapping[str, Any]) -> str:

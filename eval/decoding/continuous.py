@@ -21,7 +21,7 @@ COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for
 
 
 @dataclass(frozen=True)
-class Asked:
+class WaitingPrompt:
     """A prompt that waits for its answer. key: identifies the answer."""
 
     key: str
@@ -30,7 +30,7 @@ class Asked:
 
 def answer_continuously(
     target: Target,
-    waiting: deque[Asked],
+    waiting: deque[WaitingPrompt],
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -73,7 +73,7 @@ class _Pass:
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
         self.last_read: list[int] = []  # the prompt whose keys and values the reader holds
 
-    def run(self, waiting: deque[Asked]) -> Iterator[tuple[str, list[int]]]:
+    def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
         self.engine.compiles_layers &= most_rounds >= COMPILED_FROM
         while True:
@@ -89,14 +89,14 @@ class _Pass:
                 if key is not None and self.texts.ended[row]:
                     yield self._leave(row)
 
-    def _next(self, waiting: deque[Asked]) -> Asked | None:
+    def _next(self, waiting: deque[WaitingPrompt]) -> WaitingPrompt | None:
         for asked in waiting:
             if len(asked.prompt) <= self.longest:
                 waiting.remove(asked)
                 return asked
         return None
 
-    def _join(self, row: int, asked: Asked) -> None:
+    def _join(self, row: int, asked: WaitingPrompt) -> None:
         """Read a prompt by itself, and copy its keys, values, first token and the drafter's state into a row."""
         alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
         # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache; the
@@ -104,8 +104,8 @@ class _Pass:
         reads_all = self.engine.drafter is not None or self.engine.target.has_states
         before, rotary = self.last_read, self.engine.target.row_rotary
         reads_all |= rotary is not None and (len(before) > rotary.change) != (len(asked.prompt) > rotary.change)
-        kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
-        read, self.last_read = prefill(self.reader, alone, self.watch, kept=kept).state, asked.prompt
+        num_kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
+        read, self.last_read = prefill(self.reader, alone, self.watch, num_kept=num_kept).state, asked.prompt
         if not self.engine.cache.is_filled:
             self._fill()
         self.engine.cache.take_row(row, self.reader.cache, 0)

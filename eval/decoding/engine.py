@@ -18,7 +18,7 @@ from ...heads.target import Target
 from ...heads.targets.prompts import read_prompts
 from .draft_setting import draft_length
 from .replay import Replay, Tensors, on_device
-from .sampling import Sampling, TokenHistory, choose
+from .sampling import Sampling, TokenHistory, choose_tokens
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 from .widths import Widths
 
@@ -114,17 +114,17 @@ class Engine:
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
     @on_device
-    def prefill(self, tokens: Tensor, num_valid: Tensor, *, kept: int = 0) -> tuple[TargetOutput, Tensor]:
-        """States of right-padded prompts [B, T] behind `kept` tokens in the cache; their first tokens [B, 1]."""
+    def prefill(self, tokens: Tensor, num_valid: Tensor, *, num_kept: int = 0) -> tuple[TargetOutput, Tensor]:
+        """States of right-padded prompts [B, T] behind `num_kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
-        output = read_prompts(self.target, tokens, num_valid, self.cache, kept=kept, feature_layers=self.layers)
+        output = read_prompts(self.target, tokens, num_valid, self.cache, num_kept=num_kept, feature_layers=self.layers)
         self.extent = tokens.shape[1]
         if self.history is not None:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
         history = None if self.history is None else self.history.committed[:, None]
-        return output, self._chosen(output.at(num_valid - 1 - kept), history)
+        return output, self._chosen(output.at(num_valid - 1 - num_kept), history)
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:
@@ -219,7 +219,7 @@ class Engine:
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
             return target.best(states) if output.best is None else output.best
-        return choose(target.logits(states), sampling=sampling, history=history, generator=self.generator)
+        return choose_tokens(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
     def _draft(
         self,
@@ -284,8 +284,8 @@ class Engine:
         """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""
         behind, path = start[:, None] + 1, accepted.path  # [B, 1] slot of node 0; [B, D]
         self.cache.move(behind + path, behind + self.offsets[: path.shape[1]], num=accepted.num_accepted)
-        kept = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
-        read, features, post_norm = (one[kept] for one in (tokens, output.features, output.post_norm))
+        kept_at = self.cache.rows, torch.cat([torch.zeros_like(path[:, :1]), path + 1], 1)  # [B, 1], [B, D + 1]
+        read, features, post_norm = (one[kept_at] for one in (tokens, output.features, output.post_norm))
         return accepted.committed(read), read, features, post_norm, path
 
     def _read_nodes(

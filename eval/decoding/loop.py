@@ -84,18 +84,18 @@ class Texts:
 
     def commit(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
         """Commit each row's accepted tokens and bonus up to its end, emit up to max_new_tokens. Times are set later."""
-        done = Round(0.0, num_drafted, [], [], [])
+        committed = Round(0.0, num_drafted, [], [], [])
         for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
             tokens = [] if self.ended[i] else tokens[: num + 1]
             num_left = self.max_new_tokens - len(self.new[i])
             end = self.stop.first(self.new[i], tokens)
             tokens = tokens[:end]
-            done.num_accepted.append(min(num, len(tokens)))
-            done.num_committed.append(len(tokens))
-            done.num_emitted.append(min(len(tokens), num_left))
+            committed.num_accepted.append(min(num, len(tokens)))
+            committed.num_committed.append(len(tokens))
+            committed.num_emitted.append(min(len(tokens), num_left))
             self.new[i] += tokens[:num_left]
             self.ended[i] |= end is not None or len(self.new[i]) >= self.max_new_tokens
-        return done
+        return committed
 
 
 @torch.no_grad()
@@ -190,13 +190,13 @@ class Decoding:
     def advance(self) -> None:
         """Read the prompts, or decode another round."""
         if self.state is None:
-            done, self.state, self.commit_seconds = prefill(self.engine, self.texts, self.watch)
+            round_, self.state, self.commit_seconds = prefill(self.engine, self.texts, self.watch)
         else:
-            done, self.state = run_round(self.engine, self.texts, self.state, self.watch)
-            done.seconds += self.commit_seconds  # counts as part of the first round, as the first token came before
-            done.draft_seconds += self.commit_seconds
+            round_, self.state = run_round(self.engine, self.texts, self.state, self.watch)
+            round_.seconds += self.commit_seconds  # counts as part of the first round, as the first token came before
+            round_.draft_seconds += self.commit_seconds
             self.commit_seconds = 0.0
-        self.rounds.append(done)
+        self.rounds.append(round_)
 
 
 def right_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -214,17 +214,17 @@ class Prefilled(NamedTuple):
     commit_seconds: float
 
 
-def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, kept: int = 0) -> Prefilled:
-    """Read the prompts: the target, behind `kept` tokens that its cache holds (no drafter then), and the drafter."""
+def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, num_kept: int = 0) -> Prefilled:
+    """Read the prompts: the target, behind `num_kept` tokens of its cache (no drafter then), and the drafter."""
     started = watch.now()
     tokens, num_valid = right_padded(texts.prompts, engine.target.device)
-    output, last = engine.prefill(tokens, num_valid, kept=kept)  # last [B, 1]: committed, not yet read
+    output, last = engine.prefill(tokens, num_valid, num_kept=num_kept)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
-    done = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
-    done.seconds = done.verify_seconds = watch.now() - started
+    first = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
+    first.seconds = first.verify_seconds = watch.now() - started
     prefilled = watch.now()
     read = engine.commit_prompts(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
-    return Prefilled(done, DecodeState(read, last, num_valid), watch.now() - prefilled)
+    return Prefilled(first, DecodeState(read, last, num_valid), watch.now() - prefilled)
 
 
 def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch) -> tuple[Round, DecodeState]:
@@ -244,11 +244,11 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     # Commit
     read, width, rows = state.read, committed.shape[1], results.tolist()
     chosen = [row[2 : 2 + width] for row in rows]
-    done = texts.commit([row[0] for row in rows], chosen, num_drafted=engine.num_drafted)
+    round_ = texts.commit([row[0] for row in rows], chosen, num_drafted=engine.num_drafted)
     if path is not None:
-        done.paths = [row[2 + 2 * width :][:num] for row, num in zip(rows, done.num_accepted, strict=True)]
-    done.num_offered, estimates = num_offered, proposal.confidence
-    done.estimates = [] if estimates is None else estimates.tolist()
+        round_.paths = [row[2 + 2 * width :][:num] for row, num in zip(rows, round_.num_accepted, strict=True)]
+    round_.num_offered, estimates = num_offered, proposal.confidence
+    round_.estimates = [] if estimates is None else estimates.tolist()
     num_valid, grows = accepted + 1, torch.tensor([not ended for ended in texts.ended])
     if any(texts.ended):
         num_valid = num_valid * grows.to(accepted.device)
@@ -257,6 +257,6 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
         read = Reading(*on_host, output, results[:, 1], (results[:, 0] + 1) * grows)
     elif engine.drafter is not None:
         read = Reading(tokens, committed, output, state.start, num_valid)
-    done.draft_seconds, done.verify_seconds = watch.between(*marks)
-    done.seconds = time.perf_counter() - started
-    return done, DecodeState(read, committed.gather(1, accepted[:, None]), state.start + num_valid)
+    round_.draft_seconds, round_.verify_seconds = watch.between(*marks)
+    round_.seconds = time.perf_counter() - started
+    return round_, DecodeState(read, committed.gather(1, accepted[:, None]), state.start + num_valid)

@@ -110,7 +110,7 @@ def first_above(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return index, wanted - before
 
 
-def choose(
+def choose_tokens(
     logits: Tensor, sampling: Sampling, *, history: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
     """The token that the target itself emits at each position: its argmax, or one sample at temperature > 0.

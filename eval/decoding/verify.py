@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...heads.decoders.tree_nodes import agreeing_paths
-from .sampling import Sampling, choose, sample, target_probs
+from .sampling import Sampling, choose_tokens, sample, target_probs
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Candidates(NamedTuple):
         """[B, S + 1] the target's own next token at the root and each node."""
         if self.read_best is not None:
             return self.read_best()
-        return choose(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
+        return choose_tokens(self.logits, sampling=self.sampling, history=self.history, generator=self.generator)
 
 
 # Deterministic drafts
@@ -100,7 +100,7 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
     1: accept child x with its residual probability, else remove it and renormalise.
 
     Args:
-        chosen: [B, S + 1] the target's own next token at the root and each node, from `choose`.
+        chosen: [B, S + 1] the target's own next token at the root and each node, from `choose_tokens`.
         drafted: [B, S] tokens. parents: [B, S].
     """
     num_accepted, path, at = agreeing_paths(chosen, drafted, parents, depth=depth)
@@ -110,14 +110,23 @@ def accept_tree(chosen: Tensor, drafted: Tensor, parents: Tensor, *, depth: int)
 # Children sampled from the draft
 
 
-def normalised(weights: Tensor) -> Tensor:
+def as_probabilities(weights: Tensor) -> Tensor:
     """weights [B, V] scaled to sum 1; rows of zeros stay zero."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
+def drawn_from(draft: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """The distribution [B, V] that the child token [B, 1] was drawn from, and its probability there [B, 1]. One that
+    the draft gives probability 0 is deterministic: it counts as certain."""
+    weight = draft.gather(1, token)
+    is_drawn = weight > 0
+    weight = torch.where(is_drawn, weight, 1.0)
+    return torch.where(is_drawn, draft, 0.0).scatter(1, token, weight), weight
+
+
 def without(draft: Tensor, token: Tensor) -> Tensor:
     """The distribution [B, V] that the next sibling was drawn from, without the drawn token [B, 1]."""
-    return normalised(draft.scatter(1, token, 0.0))
+    return as_probabilities(draft.scatter(1, token, 0.0))
 
 
 def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
@@ -129,7 +138,22 @@ def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
     rest = (residual - draft).clamp_min(0)
     struck = residual.scatter(1, token, 0.0)
     rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, struck)
-    return normalised(torch.where(rest.sum(1, keepdim=True) > 0, rest, residual))
+    return as_probabilities(torch.where(rest.sum(1, keepdim=True) > 0, rest, residual))
+
+
+def walk_order(parents: Tensor, tries: Sequence[int] | None) -> tuple[Tensor, list[list[int]]]:
+    """[B, S, S] whether a node has a place in its parent's order, and by step of the walk the places that are tried.
+
+    Without `tries`, a node's place is its index and each step tries one, as parents precede children; with it, as in
+    `accept_sampled`, its place is its rank among its siblings and each step goes one depth down.
+    """
+    index = torch.arange(parents.shape[1], device=parents.device)
+    if tries is None:
+        order, steps = index, [[j] for j in range(parents.shape[1])]
+    else:
+        order = (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)  # [B, S]
+        steps = [list(range(count)) for count in tries]
+    return (order[..., None] == index).expand(len(parents), -1, -1), steps
 
 
 def accept_sampled(
@@ -167,28 +191,21 @@ def accept_sampled(
     at, rows = parents.new_zeros(num_rows, 1), torch.arange(num_rows, device=probs.device)  # [B, 1] 0: the root; [B]
     num_accepted, path = at, parents.new_zeros(num_rows, depth)
     levels = torch.arange(depth, device=probs.device)
-    index = torch.arange(num_nodes, device=probs.device)
-    if tries is None:  # parents precede children, so one pass in index order visits all
-        order, steps = index, [[j] for j in range(num_nodes)]
-    else:  # order: [B, S] rank of each node among its parent's children
-        order, steps = (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1), [range(count) for count in tries]
-    is_at = (order[..., None] == index).expand(num_rows, -1, -1)  # [B, S, S] whether a node has that place
+    numbers = torch.arange(1, num_nodes + 1, device=probs.device)[:, None]  # 1 + each node's index
+    is_at, steps = walk_order(parents, tries)
     for places in steps:
         here = (parents + 1 == at)[..., None] & is_at[..., places[0] : places[-1] + 1]  # [B, S, n] a child at each
-        nodes = torch.where(here, index[:, None] + 1, 0).amax(1)  # [B, n] 1 + the child's index; 0: no child
+        nodes = torch.where(here, numbers, 0).amax(1)  # [B, n] 1 + the child's index; 0: no child
         is_child, children = nodes > 0, (nodes - 1).clamp(min=0)
         tokens, draws = drafted.gather(1, children), uniform.gather(1, children)
         going, behind = torch.ones_like(at, dtype=torch.bool), torch.full_like(at, -1)  # [B, 1]; the accepted position
         for i in range(len(places)):
             token, tried = tokens[:, i : i + 1], is_child[:, i : i + 1] & going  # [B, 1]
-            weight = draft.gather(1, token)
-            drawn = weight > 0  # else it counts as deterministic
-            weight = torch.where(drawn, weight, 1.0)
-            drawn_from = torch.where(drawn, draft, 0.0).scatter(1, token, weight)  # [B, V]
+            source, weight = drawn_from(draft, token)
             taken = tried & (draws[:, i : i + 1] * weight < residual.gather(1, token))
             rejected, going = tried ^ taken, going ^ taken
             behind = torch.where(taken, nodes[:, i : i + 1], behind)
-            residual = torch.where(rejected, residual_behind(residual, drawn_from, token), residual)
+            residual = torch.where(rejected, residual_behind(residual, source, token), residual)
             if tries is None:
                 draft = torch.where(rejected, without(draft, token), draft)
             elif i + 1 < len(places):  # not read in rows without a further child

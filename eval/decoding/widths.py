@@ -10,7 +10,7 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...heads.drafter import Reading
 from ...heads.drafting import worth_verifying
-from .sampling import choose
+from .sampling import choose_tokens
 from .verify import AcceptedPath, AcceptRule, Candidates
 
 
@@ -53,7 +53,9 @@ class Widths:
         accepted = rule(drafted._replace(read_logits=lambda: logits))
         rows = torch.arange(len(offered), device=offered.device)
         history = None if history is None else history[rows, offered][:, None]
-        own = choose(logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator)
+        own = choose_tokens(
+            logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator
+        )
         bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
         return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 

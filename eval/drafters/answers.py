@@ -12,7 +12,7 @@ from ...configs.errors import BadInput, first_line
 from ...configs.jsonl import naming_faults
 from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate, prompt_ids
 from ...heads.chat.rows import UnusableRow, chat_of, is_chat
-from ...heads.chat.written_ids import KEY, tokenizer_fingerprint, written
+from ...heads.chat.written_ids import KEY, tokenizer_fingerprint, written_sequences
 from ..suites.prompts import file_rows, question_of
 from .suffix import SuffixTrie
 
@@ -40,8 +40,8 @@ class Answers:
         """From now on do not look up answers to these prompts, or to these questions in any prompt."""
         num_before = len(self.looked_up)
         self.left_out |= {*map(tuple, prompts), *questions}
-        if len(self.looked_up) < num_before:
-            self.__dict__.pop("trie", None)  # the next use makes it anew
+        if len(self.looked_up) < num_before and "trie" in vars(self):
+            del self.trie  # the next use makes it anew
 
     @property
     def looked_up(self) -> list[tuple[list[int], list[int]]]:
@@ -86,13 +86,13 @@ def load_answers(path: str | Path, tokenizer: Any, *, vocab_size: int | None = N
 
 
 def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and of its answer. Args: how: as `written` takes it. Raises BadInput naming the
-    origin."""
+    """Token ids of a row's prompt and of its answer. Args: how: as `written_sequences` takes it. Raises BadInput
+    naming the origin."""
     if "input_ids" not in row and not (is_chat(row) or {"prompt", "response"} <= row.keys()):
         raise BadInput(f"{origin}: an answer needs `messages` or `prompt` and `response`, found {sorted(row)}")
     if KEY in row and "messages" in row:
-        if found := written(row, row["messages"], tokenizer, origin=origin, **how):
-            ids, (start, end) = found[-1].input_ids, found[-1].spans[-1]
+        if sequences := written_sequences(row, row["messages"], tokenizer, origin=origin, **how):
+            ids, (start, end) = sequences[-1].input_ids, sequences[-1].spans[-1]
             return ids[:start], ids[start:end]
     prompt = prompt_ids(row, tokenizer, origin=origin)
     if "input_ids" in row:

@@ -38,7 +38,7 @@ class Asking:
             guesses were right. depth: number of tokens that it would draft; copies continue them.
         """
         guessed = sum(rate**i for i in range(1, depth + 1)) + rate**depth * self.copied.value
-        self.gain = sum(max(guessed - each, 0.0) for each in expected.values())
+        self.gain = sum(max(guessed - chance, 0.0) for chance in expected.values())
         self.expected = expected
         self.num_rounds += 1
         self.unasked += 1

@@ -83,7 +83,7 @@ class Guessing:
         start = torch.tensor(self.unread.first, device=target.device).clamp(max=extent - width)
         output = TargetOutput(features, post_norm)
         nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start))  # compiled code knows aliases
-        self._step(*tensors_of(nothing))  # the head's caches come into being
+        self._step(*reading_tensors(nothing))  # the head's caches come into being
         self._replayed(replay, nothing)
 
     @property
@@ -103,7 +103,7 @@ class Guessing:
         return replace(read, tokens=tokens, next_tokens=next_tokens, output=TargetOutput(*states), start=start)
 
     def _replayed(self, replay: Replay, read: Reading) -> tuple[Tensor, ...]:
-        return replay(self._key, self._step, *tensors_of(read))  # pyright: ignore[reportReturnType]
+        return replay(self._key, self._step, *reading_tensors(read))  # pyright: ignore[reportReturnType]
 
     def _step(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Read the six tensors of a Reading, and draft."""
@@ -126,6 +126,6 @@ class Guessing:
         return self.head.to_target(best.indices), (best.values - logits.logsumexp(-1, True)).exp()
 
 
-def tensors_of(read: Reading) -> tuple[Tensor, ...]:
+def reading_tensors(read: Reading) -> tuple[Tensor, ...]:
     output = read.output
     return read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid

@@ -14,9 +14,9 @@ from .answers import Answers
 from .asking import Asking
 from .guessing import Chain, Guessing
 from .host import commit_texts
-from .lookup import ANSWERED_DRAFT_TOKENS
-from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
-from .suffix import Node, Path, Place, SuffixRow, SuffixTrie, dynamic_only, filled
+from .lookup import ANSWERED_DRAFT_TOKENS, suffix_rows
+from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
+from .suffix import Node, Path, Place, SuffixRow, dynamic_only, padded_tree
 from .unread import Unread
 
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
@@ -65,7 +65,7 @@ class HybridRow:
         best, most = own, -1.0
         for num_guessed in range(len(head) + 1):
             copied = self.copy(place, num_tokens - num_guessed)
-            whole = expected + chance * sum(each for _, each in copied)
+            whole = expected + chance * sum(certainty for _, certainty in copied)
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
             if num_guessed < len(head):
@@ -110,18 +110,18 @@ class HybridDrafter(Drafter):
     EAGLE-2 (Li et al. 2024, section 4).
     Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
-    Args: head: the one that is asked. max_depth, max_nodes, answers: as in `SuffixDrafter`.
+    Args: head: the one that is asked. answers: as in `SuffixDrafter`.
     """
 
     on_host = True
     drafts_trees = True
 
-    def __init__(self, head: DraftHead, *, max_depth: int = 16, max_nodes: int = 2**20, answers: Answers | None = None):
-        self.head, self.max_depth, self.max_nodes, self.answers = head, max_depth, max_nodes, answers
+    def __init__(self, head: DraftHead, *, answers: Answers | None = None):
+        self.head, self.answers = head, answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
         self.reach = head.num_depths  # largest number of tokens requested from the head
-        self.rates, self.guessed = Rates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        self.rates, self.guessed = LookupRates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
         self.asking = Asking()
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
@@ -135,9 +135,7 @@ class HybridDrafter(Drafter):
         return HybridState(self._new_rows(batch_size), state.guessing)
 
     def _new_rows(self, batch_size: int) -> list[HybridRow]:
-        most, answers = max(2, self.max_nodes // batch_size), self.answers.trie if self.answers else None
-        tries = (SuffixTrie(max_depth=self.max_depth, max_nodes=most) for _ in range(batch_size))
-        return [HybridRow(SuffixRow(trie, answers, rates=self.rates), self.guessed) for trie in tries]
+        return [HybridRow(text, self.guessed) for text in suffix_rows(batch_size, self.answers, self.rates)]
 
     def rehearse(self, state: HybridState, replay: Replay, *, extent: int, depth: int, tree: Tree | None) -> None:
         num_ranks = 1 if tree is None else NUM_RANKS
@@ -177,6 +175,6 @@ class HybridDrafter(Drafter):
         tree = dynamic_only(tree)
         chains = state.guessing.chains(min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
-        drafts = [filled(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
+        drafts = [padded_tree(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
         tokens, parents = zip(*drafts, strict=True)
         return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each

@@ -66,7 +66,7 @@ class HitRates:
         self.classes[bisect_right(self.edges, certainty) - 1].add(is_right, 1)
 
 
-class Rates:
+class LookupRates:
     """How often look-ups were right, over all rows in a drafter's lifetime: in a row's own text by the length of the
     match, in answers by the guess's share."""
 

@@ -41,7 +41,7 @@ def hybrid(target: Target, argument: str) -> Drafter:
 
 
 @dataclass(frozen=True)
-class NamedDrafter:
+class DrafterEntry:
     """build: makes the drafter from the target and the text after the colon. argument: what that text is."""
 
     build: Callable[[Target, str], Drafter]
@@ -58,14 +58,14 @@ class NamedDrafter:
 
 
 DRAFTERS = {
-    "ngram": NamedDrafter(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
-    "suffix": NamedDrafter(suffix, "ANSWERS"),
-    "sparse-self": NamedDrafter(
+    "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
+    "suffix": DrafterEntry(suffix, "ANSWERS"),
+    "sparse-self": DrafterEntry(
         lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
     ),
-    "draft-model": NamedDrafter(draft_model, "PATH"),
-    "hybrid": NamedDrafter(hybrid, "PATH[:ANSWERS]"),
-    "head": NamedDrafter(lambda target, path: load_head(path, target), "PATH"),
+    "draft-model": DrafterEntry(draft_model, "PATH"),
+    "hybrid": DrafterEntry(hybrid, "PATH[:ANSWERS]"),
+    "head": DrafterEntry(lambda target, path: load_head(path, target), "PATH"),
 }
 SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...configs.errors import BadInput
 from ...heads.drafting import DynamicTree, Tree
 from .host import RowText
-from .rates import Rates
+from .rates import LookupRates
 
 Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
 
@@ -94,7 +94,7 @@ class SuffixRow(RowText):
     higher hit rate for its class of certainty wins.
     """
 
-    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: Rates):
+    def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: LookupRates):
         self.own, self.answers, self.rates = own, answers, rates
         self.place = Place([0], [0])
 
@@ -116,12 +116,12 @@ class SuffixRow(RowText):
     def guesses(self, place: Place) -> list[tuple[int, float]]:
         """Each trie's guess and its hit rate, the likelier first."""
         match = self.own.guess(place.own)
-        found = [(match.token, self.rates.own.at(match.length))]
+        ranked = [(match.token, self.rates.own.at(match.length))]
         if self.answers is not None:
             match = self.answers.guess(place.answers)
-            found.append((match.token, self.rates.answers.at(match.share)))
-            found.sort(key=lambda guess: -guess[1])  # stable: ties go to the row's own text
-        return found
+            ranked.append((match.token, self.rates.answers.at(match.share)))
+            ranked.sort(key=lambda guess: -guess[1])  # stable: ties go to the row's own text
+        return ranked
 
     def guess(self, place: Place) -> tuple[int, float]:
         """The token that most likely follows, and its hit rate."""
@@ -150,16 +150,16 @@ class SuffixRow(RowText):
         waiting = [Node(1.0, (), self.place), *seeds]
         heap = [(-node.chance, len(node.path), node.path, node.place) for node in waiting]
         heapify(heap)
-        found: dict[Path, None] = {}
-        while heap and len(found) <= num_nodes:  # the root is one of them
+        paths: dict[Path, None] = {}
+        while heap and len(paths) <= num_nodes:  # the root is one of them
             chance, length, path, place = heappop(heap)
-            if path in found:
+            if path in paths:
                 continue
-            found[path] = None
+            paths[path] = None
             if length < depth:
                 for token, right in self.guesses(place):
                     heappush(heap, (chance * right, length + 1, (*path, token), self.follow(place, token)))
-        return depth_first(list(found)[1:])
+        return depth_first(list(paths)[1:])
 
     def _append(self, token: int) -> None:
         answers = self.place.answers if self.answers is None else self.answers.follow(self.place.answers, token)
@@ -178,7 +178,7 @@ def depth_first(paths: Iterable[Path]) -> list[Path]:
     return ordered
 
 
-def filled(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
+def padded_tree(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
     """Tokens and parents of a tree's nodes, padded to tree.num_nodes with the first node's token below the root."""
     index = {path: i for i, path in enumerate(paths)}
     num_left = tree.num_nodes - len(paths)

@@ -67,9 +67,8 @@ class SyntheticDrafter(Drafter):
         *,
         max_new_tokens: int,
         inner: Drafter | None = None,
-        seed: int = 0,
     ):
-        self.vocab_size, self.device, self.seed = target.vocab_size, target.device, seed
+        self.vocab_size, self.device = target.vocab_size, target.device
         self._take(rates, inner)
         self.texts: dict[tuple[int, ...], list[int]] = {}
         for prompt in prompts:  # one by one, as batching could change the rounding
@@ -122,5 +121,5 @@ class SyntheticDrafter(Drafter):
             prompt = tuple(ids[:num_valid])
             text = self.texts.get(prompt, [])
             state.texts[row] = torch.tensor([*text, *[0] * (length - len(text))], device=self.device)
-            source = torch.Generator().manual_seed(self.seed + known.get(prompt, row))
+            source = torch.Generator().manual_seed(known.get(prompt, row))
             state.uniform[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)

@@ -71,7 +71,7 @@ def key_bytes(target: Target, context: int) -> int:
     config = target.config
     window = getattr(config, "sliding_window", None) or context
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * target.num_layers
-    without = {i for i, kept in enumerate(target.kept) if not isinstance(kept, CacheLayerMixin)}
+    without = {i for i, layer_cache in enumerate(target.kept) if not isinstance(layer_cache, CacheLayerMixin)}
     tokens = [min(context, window) if kind == "sliding_attention" else context for kind in kinds]  # by layer
     if not (num_tokens := sum(num for i, num in enumerate(tokens) if i not in without)):
         return 0

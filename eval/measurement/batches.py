@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..decoding.loop import Generation
+from ..decoding.loop import Generation, Round
 from ..suites.prompts import Suite
 from .metrics import row_seconds
 
@@ -16,18 +16,23 @@ class Side:
     others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
 
     @property
+    def rounds(self) -> list[Round]:
+        """Of all runs, without the prefills."""
+        return [round_ for run in self.runs for round_ in run.rounds[1:]]
+
+    @property
     def prefill_seconds(self) -> float:
         return sum(run.rounds[0].seconds for run in self.runs)
 
     @property
     def decode_seconds(self) -> float:
         """From each row's first token to its last, averaged over the rows; see `row_seconds`."""
-        return sum(row_seconds(done) for run in self.runs for done in run.rounds[1:])
+        return sum(map(row_seconds, self.rounds))
 
     @property
     def decode_tokens(self) -> int:
         """Emitted tokens, without the first of each row, which the prefill gives."""
-        return sum(sum(done.num_emitted) for run in self.runs for done in run.rounds[1:])
+        return sum(sum(round_.num_emitted) for round_ in self.rounds)
 
     @property
     def texts(self) -> list[list[list[int]]]:
@@ -61,13 +66,13 @@ def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
     """The batches in which something was timed, that is, not all answers ended with their first token.
 
     A batch that earlier prompts filled is no observation of its own, and left out unless it is the only one."""
-    found, seen = list[MeasuredBatch](), set[int]()
+    timed, seen = list[MeasuredBatch](), set[int]()
     for batch in batches:
         numbers = set(batch.numbers)
         if all(batch.seconds) and not numbers & seen:
-            found.append(batch)
+            timed.append(batch)
         seen |= numbers
-    return found
+    return timed
 
 
 def timed_units(batches: Iterable[MeasuredBatch]) -> list[list[MeasuredBatch]]:

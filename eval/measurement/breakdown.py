@@ -12,7 +12,7 @@ from ..decoding.draft_setting import DraftSetting
 from ..suites.prompts import PromptSource
 from .batches import MeasuredBatch, timed_seconds
 from .metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
-from .result import BeyondTraining, DomainPart, DraftVocabulary, TrainingRecord
+from .result import BeyondTraining, DomainPart, RecordedTraining, VocabularyCoverage
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
@@ -32,16 +32,16 @@ def acceptance_by(
         for row, (source, prompt, new) in enumerate(rows):
             label_at = label(source, [*prompt, *new])
             num_committed = len(prompt) + 1  # the prefill gave the first token
-            for done in run.rounds[1:]:
-                if done.num_committed[row] == 0:
+            for round_ in run.rounds[1:]:
+                if round_.num_committed[row] == 0:
                     break
                 counted = counts.setdefault(label_at(num_committed), Acceptance.nothing(num_draft_tokens))
-                counted.add(*row_counts(done)[row])
-                num_committed += done.num_committed[row]
-    return {name: part_of(counted) for name, counted in counts.items()}
+                counted.add(*row_counts(round_)[row])
+                num_committed += round_.num_committed[row]
+    return {name: acceptance_part(counted) for name, counted in counts.items()}
 
 
-def part_of(counted: Acceptance) -> AcceptancePart:
+def acceptance_part(counted: Acceptance) -> AcceptancePart:
     """Counts as the report's figures."""
     return AcceptancePart(counted.num_rounds, rounded(counted.length), [rounded(rate) for rate in counted.rate])
 
@@ -82,8 +82,8 @@ def by_turn(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[
     turns = {source.turn for batch in batches for source in batch.suite.sources}
     if turns <= {1}:
         return {}
-    found = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
-    return {str(turn): found[str(turn)] for turn in sorted(turns)}
+    by_label = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
+    return {str(turn): by_label[str(turn)] for turn in sorted(turns)}
 
 
 def parts(
@@ -100,29 +100,29 @@ def parts(
     def label(source: PromptSource, _: Sequence[int]) -> Callable[[int], str]:
         return lambda _: part_of_source(source)
 
-    counted, found = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
+    counted, by_name = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
     for name, num_prompts in Counter(of_prompt.values()).items():
         seconds = timed_seconds(batch for batch, own in zip(batches, names, strict=True) if set(own) == {name})
         speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])
-        part = counted.get(name) or part_of(Acceptance.nothing(num_draft_tokens))
-        found[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
-    return found
+        part = counted.get(name) or acceptance_part(Acceptance.nothing(num_draft_tokens))
+        by_name[name] = DomainPart(num_prompts, **vars(part), speedup=speedup, speedup_ci95=interval)
+    return by_name
 
 
 # Comparison with the head's training
 
 
-def draft_vocabulary(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> DraftVocabulary | None:
+def vocabulary_coverage(drafter: Drafter, batches: Iterable[MeasuredBatch]) -> VocabularyCoverage | None:
     """Size of a head's cut vocabulary, and the share of the first repeat's new tokens in it; None if not cut."""
     if not isinstance(drafter, DraftHead) or drafter.vocabulary is None:
         return None
     known = set(drafter.vocabulary.to_target.tolist())
     texts = (new for batch in batches for new in batch.drafted.runs[0].token_ids)
     inside = [token in known for new in texts for token in new]
-    return DraftVocabulary(len(known), round(sum(inside) / len(inside), 4) if inside else None)
+    return VocabularyCoverage(len(known), round(sum(inside) / len(inside), 4) if inside else None)
 
 
-def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence[int]]) -> float | None:
+def asked_as_trained(training: RecordedTraining | None, prompts: Sequence[Sequence[int]]) -> float | None:
     """The share of prompts that end with the tokens that ended all prompts in training; None if that is not known."""
     if training is None or training.prompt_ending is None or not prompts:
         return None
@@ -130,7 +130,9 @@ def asked_as_trained(training: TrainingRecord | None, prompts: Sequence[Sequence
     return rounded(sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts))
 
 
-def beyond_training(training: TrainingRecord | None, by_context: Mapping[str, AcceptancePart]) -> BeyondTraining | None:
+def beyond_training(
+    training: RecordedTraining | None, by_context: Mapping[str, AcceptancePart]
+) -> BeyondTraining | None:
     """Acceptance in contexts longer than any training row, compared with shorter ones.
 
     Args: by_context: of a result, split at the training length (`context_label`).

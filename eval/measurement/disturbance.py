@@ -66,7 +66,7 @@ def processor_seconds() -> tuple[float, float, float] | None:
 
 def passes_disturbed(drafted: Side, baseline: Side) -> list[tuple[str, ...]]:
     """For each pass of a batch (speculative, baseline, speculative, ...), the reasons why it counts as disturbed."""
-    found = []
+    by_pass = []
     for repeat, (fast, plain) in enumerate(zip(drafted.runs, baseline.runs, strict=True)):
         is_faster = False
         if min(len(fast.rounds), len(plain.rounds)) > LEAST_STEPS:
@@ -79,8 +79,8 @@ def passes_disturbed(drafted: Side, baseline: Side) -> list[tuple[str, ...]]:
                 UNEVEN: is_uneven([one.seconds for one in run.rounds[1:]]),
                 IMPOSSIBLE: is_faster and side is drafted,
             }
-            found.append(tuple(reason for reason, holds in reasons.items() if holds))
-    return found
+            by_pass.append(tuple(reason for reason, holds in reasons.items() if holds))
+    return by_pass
 
 
 def is_uneven(seconds: Sequence[float]) -> bool:
@@ -94,14 +94,14 @@ def is_uneven(seconds: Sequence[float]) -> bool:
 
 def disturbance(batches: Sequence[MeasuredBatch]) -> Disturbance:
     """What remained disturbed, over all batches."""
-    found = [reasons for batch in batches for reasons in passes_disturbed(batch.drafted, batch.baseline)]
+    by_pass = [reasons for batch in batches for reasons in passes_disturbed(batch.drafted, batch.baseline)]
     sides = [side for batch in batches for side in (batch.drafted, batch.baseline)]
     shares = [share for side in sides for share in side.others if share is not None]
     return Disturbance(
-        num_passes=len(found),
-        num_disturbed=sum(map(bool, found)),
+        num_passes=len(by_pass),
+        num_disturbed=sum(map(bool, by_pass)),
         num_again=sum(batch.num_again for batch in batches),
-        reasons=[name for name in (OTHERS, UNEVEN, IMPOSSIBLE) if any(name in reasons for reasons in found)],
+        reasons=[name for name in (OTHERS, UNEVEN, IMPOSSIBLE) if any(name in reasons for reasons in by_pass)],
         others_share=rounded(statistics.fmean(shares)) if shares else None,
     )
 
@@ -112,17 +112,16 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
     speedup = sum over batches of (committed tokens * median baseline step) / sum of (rounds * median round), with
     medians per batch, so that a drift of the machine's speed affects both sides.
     """
-    rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
-    steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]
+    rounds = [round_ for batch in batches for round_ in batch.drafted.rounds]
+    steps = [round_ for batch in batches for round_ in batch.baseline.rounds]
     if not rounds or not steps:
         return StepMedians()
     pairs = []
     for batch in batches:
-        fast = [done for run in batch.drafted.runs for done in run.rounds[1:]]
-        plain = [done.seconds for run in batch.baseline.runs for done in run.rounds[1:]]
+        fast, plain = batch.drafted.rounds, [round_.seconds for round_ in batch.baseline.rounds]
         counted = acceptance(fast, num_draft_tokens=num_draft_tokens)
         if fast and plain:
-            step, whole = statistics.median(plain), statistics.median(done.seconds for done in fast)
+            step, whole = statistics.median(plain), statistics.median(round_.seconds for round_ in fast)
             pairs.append((counted.num_committed * step, counted.num_rounds * whole))
     speedup, (low, high) = ratio_and_interval(*zip(*pairs, strict=True)) if pairs else (None, (None, None))
 
@@ -130,10 +129,10 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
         return round(1000 * statistics.median(seconds), 4)
 
     return StepMedians(
-        round_ms=median_ms([done.seconds for done in rounds]),
-        verify_ms=median_ms([done.verify_seconds for done in rounds]),
-        baseline_ms=median_ms([done.seconds for done in steps]),
-        baseline_verify_ms=median_ms([done.verify_seconds for done in steps]),
+        round_ms=median_ms([round_.seconds for round_ in rounds]),
+        verify_ms=median_ms([round_.verify_seconds for round_ in rounds]),
+        baseline_ms=median_ms([round_.seconds for round_ in steps]),
+        baseline_verify_ms=median_ms([round_.verify_seconds for round_ in steps]),
         speedup=rounded(speedup),
         speedup_ci95=(rounded(low), rounded(high)),
     )

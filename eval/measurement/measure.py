@@ -14,7 +14,7 @@ from .bandwidth import cache_bytes
 from .batches import MeasuredBatch
 from .config import MeasureConfig
 from .passes import measure_batches
-from .result import Result, TrainingRecord
+from .result import RecordedTraining, Result
 from .resume import BatchStore
 from .runner import Contender
 from .summary import result_of
@@ -29,7 +29,7 @@ def measure(
     config: MeasureConfig,
     *,
     name: str,
-    training: TrainingRecord | None = None,
+    training: RecordedTraining | None = None,
     on_batch: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> tuple[Result, list[Row]]:

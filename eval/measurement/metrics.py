@@ -81,17 +81,17 @@ def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
     return counted
 
 
-def row_counts(done: Round) -> list[tuple[int, int, int]]:
+def row_counts(round_: Round) -> list[tuple[int, int, int]]:
     """For each row the numbers of tokens accepted, committed, and drafted tokens verified."""
-    offered = done.num_offered or [done.num_drafted] * len(done.num_accepted)
-    return list(zip(done.num_accepted, done.num_committed, offered, strict=True))
+    offered = round_.num_offered or [round_.num_drafted] * len(round_.num_accepted)
+    return list(zip(round_.num_accepted, round_.num_committed, offered, strict=True))
 
 
-def row_seconds(done: Round) -> float:
+def row_seconds(round_: Round) -> float:
     """The time of a round that its rows are charged, if each takes an equal part: not that of rows which had ended.
 
     A server would give their places to other requests."""
-    return done.seconds * sum(num > 0 for num in done.num_committed) / len(done.num_committed)
+    return round_.seconds * sum(num > 0 for num in round_.num_committed) / len(round_.num_committed)
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Calibration:
 def calibration(rounds: Iterable[Round]) -> Calibration | None:
     """The calibration of the estimates of rounds; None if there are none."""
     tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
-    for done in rounds:
-        for (accepted, committed, offered), estimates in zip(row_counts(done), done.estimates, strict=False):
+    for round_ in rounds:
+        for (accepted, committed, offered), estimates in zip(row_counts(round_), round_.estimates, strict=False):
             for k, estimate in enumerate(estimates[: min(accepted + 1, committed, offered)]):
                 tenths[min(int(10 * estimate), 9)].append((estimate, k < accepted))
     every = [pair for pairs in tenths for pair in pairs]
     if not every:
         return None
-    means = [[round(fmean(each), 4) for each in zip(*pairs, strict=True)] or [None, None] for pairs in tenths]
+    means = [[round(fmean(values), 4) for values in zip(*pairs, strict=True)] or [None, None] for pairs in tenths]
     brier = fmean((estimate - is_taken) ** 2 for estimate, is_taken in every)
     estimated, accepted_share = zip(*means, strict=True)
     return Calibration(round(brier, 4), list(map(len, tenths)), list(estimated), list(accepted_share))

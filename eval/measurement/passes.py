@@ -16,7 +16,7 @@ from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
 from .proof.baseline import check_baseline
 from .result import ENGINE
-from .resume import BatchStore, Record, generations_from, record_of, settings_key
+from .resume import BatchStore, Record, generations_from, record_generations, settings_key
 from .runner import Contender, Runner
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
@@ -36,13 +36,13 @@ def measure_batches(
 
     Raises: BadInput on wrong settings, and before anything is timed if the engine decodes the target wrongly.
     """
-    kept = None
+    stored = None
     if store is not None:
         drafts = [[one.name, store.digest_of(one.drafter), asdict(one.setting)] for one in contenders]
         settings = {**asdict(config), "drafts": drafts}
-        kept = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
+        stored = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
     sides = Sides(target, contenders, suite, config)
-    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, kept=kept, on_part=on_batch)
+    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, stored=stored, on_part=on_batch)
     measured: list[Measured] = [([], list(failed)) for _ in contenders]
     for number, record in records.items():
         batch, (plain, *drafted) = sides.batches[number], sides_in(record)
@@ -79,7 +79,7 @@ class Sides:
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
         self.most_again -= num_again > 0
         return {
-            "sides": [None if isinstance(side, Exception) else record_of(side.runs) for side in sides],
+            "sides": [None if isinstance(side, Exception) else record_generations(side.runs) for side in sides],
             "others": [None if isinstance(side, Exception) else side.others for side in sides],
             "num_again": num_again,
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
@@ -97,7 +97,7 @@ def measure_parts(
     measure_part: Callable[[int, Suite], Record],
     warm_up: Callable[[Suite], object],
     *,
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
     on_part: Callable[[], object],
     warms_each: bool = False,
 ) -> tuple[dict[int, Record], list[FailedPrompt]]:
@@ -106,13 +106,13 @@ def measure_parts(
     Args:
         measure_part: makes a part's record, which is stored unless it has an entry in `failed`.
         warm_up: called, untimed, before the first part that is measured, or with `warms_each` before every one.
-        kept: the store of records, and the key of this measurement in it.
+        stored: the store of records, and the key of this measurement in it.
     """
-    done: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     failed: list[FailedPrompt] = []
     is_warmed_up = False
     for number, part in enumerate(parts):
-        record = kept[0].get(kept[1], number) if kept else None
+        record = stored[0].get(stored[1], number) if stored else None
         if record is None:
             try:
                 if warms_each or not is_warmed_up:
@@ -125,11 +125,11 @@ def measure_parts(
                 failed += failures_of(part, reason_of(error))
                 on_part()
                 continue
-            if kept and not any(record.get("failed", ())):
-                kept[0].add(kept[1], number, record)
-        done[number] = record
+            if stored and not any(record.get("failed", ())):
+                stored[0].add(stored[1], number, record)
+        records[number] = record
         on_part()
-    return done, failed
+    return records, failed
 
 
 def failures_of(part: Suite, reason: str) -> list[FailedPrompt]:
@@ -195,7 +195,7 @@ def all_sides(
     sides = [Side() for _ in runners]
     errors: dict[int, Exception] = {}
     for repeat in range(config.num_repeats):
-        seed, first = seed_of(config.seed, number, repeat), (number + repeat) % len(runners)
+        seed, first = pass_seed(config.seed, number, repeat), (number + repeat) % len(runners)
         for i, turn in enumerate(decode_by_turns(runners, prompts, seed, first=first)):
             if turn.error is not None or turn.decoding is None:
                 errors.setdefault(i, turn.error or RuntimeError("nothing was decoded"))
@@ -226,6 +226,6 @@ def num_disturbed(sides: Sequence[Side | Exception]) -> int:
     return sum(sum(map(bool, passes_disturbed(side, plain))) for side in drafted)
 
 
-def seed_of(seed: int, batch: int, repeat: int) -> int:
+def pass_seed(seed: int, batch: int, repeat: int) -> int:
     """The sampling seed of a pass: different for each batch and repeat, the same in every measurement."""
     return int(np.random.SeedSequence([seed, batch, repeat]).generate_state(1)[0])

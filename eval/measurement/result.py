@@ -67,7 +67,7 @@ class TreeLimits:
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class VocabularyCoverage:
     """A head's cut vocabulary. coverage: the share of the measured texts' tokens that it can draft."""
 
     size: int
@@ -146,14 +146,14 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True)
-class Validation(AcceptancePart):
+class RecordedValidation(AcceptancePart):
     """The validation at the end of a head's training, teacher-forced. decoded: by decoding."""
 
     decoded: AcceptancePart | None = None
 
 
 @dataclass(frozen=True)
-class TrainingRecord:
+class RecordedTraining:
     """A head's record of its own training (docs/run_folder.md); None: not known. raw: the record as it was read."""
 
     raw: dict[str, Any]
@@ -164,10 +164,10 @@ class TrainingRecord:
     target_dtype: str | None = None
     target_quantization: str | None = None
     answers: list[AnswerSettings] | None = None
-    validation: Validation | None = None
+    validation: RecordedValidation | None = None
 
     @classmethod
-    def from_json(cls, record: dict[str, Any], *, where: str = "training") -> "TrainingRecord":
+    def from_json(cls, record: dict[str, Any], *, where: str = "training") -> "RecordedTraining":
         """Raises BadInput naming a key of the wrong type."""
         return read_json(cls, {**record, "raw": record}, where=where)
 
@@ -188,7 +188,7 @@ class Result:
     tree: str
     tree_shape: FixedTreeShape | TreeLimits | None = None
     num_drafted: int
-    draft_vocabulary: DraftVocabulary | None = None
+    draft_vocabulary: VocabularyCoverage | None = None
     temperature: float
     top_k: int
     top_p: float
@@ -240,7 +240,7 @@ class Result:
     teacher_forced_acceptance_length: float | None = None
     lossless: LosslessReport = field(default_factory=LosslessReport)
     sampling_check: SamplingCheck | None = None
-    trained: TrainingRecord | None = None
+    trained: RecordedTraining | None = None
     beyond_training: BeyondTraining | None = None
     asked_as_trained: float | None = None
     # OF_OTHER_ENGINES alone

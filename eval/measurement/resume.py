@@ -156,11 +156,11 @@ def identity(drafter: Any) -> str:
     return digest.hexdigest()
 
 
-def record_of(runs: list[Generation]) -> list[list[Any]]:
+def record_generations(runs: list[Generation]) -> list[list[Any]]:
     """Repeats of one side: token ids and rounds of each, the fields of a round in their order."""
-    return [[run.token_ids, [astuple(done) for done in run.rounds]] for run in runs]
+    return [[run.token_ids, [astuple(round_) for round_ in run.rounds]] for run in runs]
 
 
 def generations_from(record: list[list[Any]]) -> list[Generation]:
-    """The repeats that `record_of` wrote."""
-    return [Generation(token_ids, [Round(*done) for done in rounds]) for token_ids, rounds in record]
+    """The repeats that `record_generations` wrote."""
+    return [Generation(token_ids, [Round(*round_) for round_ in rounds]) for token_ids, rounds in record]

@@ -16,7 +16,7 @@ from ..decoding.verify import AcceptRule
 from .config import MeasureConfig
 from .lossless import Unproved
 from .proof.texts import first_unproved
-from .result import TrainingRecord
+from .result import RecordedTraining
 
 
 def build_engine(
@@ -114,7 +114,7 @@ class Contender:
     name: str  # what the report calls the drafter
     drafter: Drafter
     setting: DraftSetting
-    training: TrainingRecord | None = None  # a head's record of its training
+    training: RecordedTraining | None = None  # a head's record of its training
 
     def runner(self, target: Target, prompts: list[list[int]], config: MeasureConfig) -> Runner:
         """Decodes as the config says, in this setting."""

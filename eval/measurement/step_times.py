@@ -136,12 +136,12 @@ class TimedCell:
         """Args: as those of `measure_step_times`. drafter: None without settings."""
         self.target, self.drafter, self.settings = target, drafter, list(settings)
         self.sampling, self.steps, self.num_rounds = sampling, steps, num_rounds or NUM_ROUNDS
-        self.rows = [cut(text, row * context, context) for row in range(batch_size)]
-        self.max_length = context + max(map(most_tokens, (None, *settings)))  # of all engines: caches of one size
+        self.rows = [repeated_text(text, row * context, context) for row in range(batch_size)]
+        self.max_length = context + max(map(most_new_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
         # passes of each setting, in baseline steps beside them
         self.drafted: dict[DraftSetting, list[StepTime]] = {setting: [] for setting in settings}
-        self.decodings: dict[DraftSetting | None, Decoding] = {}
+        self.decodings: dict[DraftSetting | None, TimedRounds] = {}
 
     @torch.no_grad()
     def run(self, *, on_setting: Callable[[], object] = lambda: None, reads_again: bool = False) -> None:
@@ -174,7 +174,7 @@ class TimedCell:
         """A round of each setting."""
         return [median_of(passes).scaled(self.baseline.round_ms) for passes in self.drafted.values()]
 
-    def _decoding(self, setting: DraftSetting | None) -> "Decoding":
+    def _decoding(self, setting: DraftSetting | None) -> "TimedRounds":
         if setting not in self.decodings:
             draws = self.sampling is not None and self.sampling.temperature > 0
             engine = build_engine(
@@ -187,11 +187,11 @@ class TimedCell:
                 steps=self.steps,
                 generator=torch.Generator(self.target.device).manual_seed(0) if draws else None,
             )
-            self.decodings[setting] = Decoding(engine, self.rows, setting)
+            self.decodings[setting] = TimedRounds(engine, self.rows, setting)
         return self.decodings[setting]
 
 
-class Decoding:
+class TimedRounds:
     """An engine that has read prompts, and whose rounds can be timed repeatedly from that state.
 
     Drafters on the host keep the texts of earlier rounds: call `read` before timing them again.
@@ -214,11 +214,11 @@ class Decoding:
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
         for _ in range(num_rounds + 1):
-            done, state = run_round(self.engine, texts, state, self.watch)
-            rounds.append(done)
-        draft = 1000 * statistics.median(done.draft_seconds for done in rounds[1:])
-        verify = 1000 * statistics.median(done.verify_seconds for done in rounds[1:])
-        whole = 1000 * statistics.median(done.seconds for done in rounds[1:])
+            round_, state = run_round(self.engine, texts, state, self.watch)
+            rounds.append(round_)
+        draft = 1000 * statistics.median(round_.draft_seconds for round_ in rounds[1:])
+        verify = 1000 * statistics.median(round_.verify_seconds for round_ in rounds[1:])
+        whole = 1000 * statistics.median(round_.seconds for round_ in rounds[1:])
         reading = 1000 * (self.reading_seconds + rounds[0].seconds) - whole  # some drafters read in the first round
         return StepTime.of(
             self.setting,
@@ -233,24 +233,24 @@ class Decoding:
         )
 
     def _texts(self) -> Texts:
-        return Texts(self.rows, most_tokens(self.setting), Stop(frozenset()))
+        return Texts(self.rows, most_new_tokens(self.setting), Stop(frozenset()))
 
 
-def most_tokens(setting: DraftSetting | None) -> int:
+def most_new_tokens(setting: DraftSetting | None) -> int:
     """New tokens that the timed rounds of a setting may commit."""
     return (NUM_ROUNDS + 2) * (1 + (setting.num_draft_tokens if setting else 0))
 
 
 def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
     """Raises BadInput if the longest context and its timed rounds exceed what the target reads."""
-    longest, most = max(contexts), max(map(most_tokens, settings), default=NUM_ROUNDS)
+    longest, most = max(contexts), max(map(most_new_tokens, settings), default=NUM_ROUNDS)
     if longest + most > target.max_positions:
         raise BadInput(
             f"context {longest}: with {most} tokens for timed rounds it exceeds the target's {target.max_positions}"
         )
 
 
-def cut(text: Sequence[int], start: int, length: int) -> list[int]:
+def repeated_text(text: Sequence[int], start: int, length: int) -> list[int]:
     """`length` tokens of a text from a position on, repeating the text from its start."""
     return [text[(start + i) % len(text)] for i in range(length)]
 

@@ -20,9 +20,9 @@ from .breakdown import (
     by_domain,
     by_turn,
     context_label,
-    draft_vocabulary,
     segment_label,
     teacher_forced_length,
+    vocabulary_coverage,
 )
 from .config import MeasureConfig
 from .disturbance import disturbance, step_medians
@@ -119,7 +119,7 @@ def result_of(
         with_figures(empty, target, batches),
         step_medians=step_medians(batches, num_draft_tokens=length),
         disturbance=disturbance(batches),
-        draft_vocabulary=draft_vocabulary(drafter, batches),
+        draft_vocabulary=vocabulary_coverage(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
         by_context=by_context,
         by_domain=by_domain(batches, num_draft_tokens=length),
@@ -140,7 +140,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
     counted_runs = 1 if result.temperature == 0 else result.num_repeats
     runs = [run for batch in batches for run in batch.drafted.runs[:counted_runs]]
-    counted = acceptance((done for run in runs for done in run.rounds), num_draft_tokens=result.num_draft_tokens)
+    counted = acceptance((round_ for run in runs for round_ in run.rounds), num_draft_tokens=result.num_draft_tokens)
     # seconds per token and prompt, weighted by the tokens that speculation emitted: equal tokens on both sides
     num_decoded = sum(batch.drafted.decode_tokens for batch in batches)
     base_seconds = sum(batch.seconds[0] for batch in batches)
@@ -151,7 +151,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     seen = observations(batches, counted_runs, num_draft_tokens=result.num_draft_tokens)
     texts = repetitions(batches, counted_runs)
     return replace(
-        with_speedup(result, [(each.baseline_seconds, each.seconds) for each in seen]),
+        with_speedup(result, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
         num_prompts=len({number for batch in batches for number in batch.numbers}),
         num_chats=len({source.first for batch in batches for source in batch.suite.sources}),
         num_tokens=sum(len(row) for run in runs for row in run.token_ids),
@@ -161,7 +161,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         acceptance_length_ci95=interval_of_lengths(seen),
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
-        calibration=calibration(done for run in runs for done in run.rounds),
+        calibration=calibration(round_ for run in runs for round_ in run.rounds),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
         observations=seen,
@@ -220,16 +220,16 @@ def without_loops(
 ) -> WithoutLoops | None:
     """The figures without texts that loop; None if no text loops. The speedup is over batches without any such text, as
     rows are not timed separately."""
-    kept = [[not text.is_looping for text in rows] for rows in texts]
-    if all(map(all, kept)):
+    not_looping = [[not text.is_looping for text in rows] for rows in texts]
+    if all(map(all, not_looping)):
         return None
     counted = Acceptance.nothing(num_draft_tokens)
-    for batch, rows in zip(batches, kept, strict=True):
-        for done in (done for run in batch.drafted.runs[:counted_runs] for done in run.rounds[1:]):
-            for is_kept, (accepted, committed, offered) in zip(rows, row_counts(done), strict=True):
+    for batch, rows in zip(batches, not_looping, strict=True):
+        for round_ in (round_ for run in batch.drafted.runs[:counted_runs] for round_ in run.rounds[1:]):
+            for is_kept, (accepted, committed, offered) in zip(rows, row_counts(round_), strict=True):
                 if is_kept and committed:
                     counted.add(accepted, committed, offered)
-    seconds = timed_seconds(batch for batch, rows in zip(batches, kept, strict=True) if all(rows))
+    seconds = timed_seconds(batch for batch, rows in zip(batches, not_looping, strict=True) if all(rows))
     speedup, interval = speedup_of(seconds)
     prompts = {text.prompt for rows in texts for text in rows if not text.is_looping}
     return WithoutLoops(len(prompts), len(seconds), rounded(counted.length), speedup, interval)
@@ -237,20 +237,20 @@ def without_loops(
 
 def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_draft_tokens: int) -> list[Observation]:
     """Of each of `timed_units` what the intervals are computed from."""
-    found = []
+    seen = []
     for unit in timed_units(batches):
-        rounds = (done for batch in unit for run in batch.drafted.runs[:counted_runs] for done in run.rounds)
+        rounds = (round_ for batch in unit for run in batch.drafted.runs[:counted_runs] for round_ in run.rounds)
         counted = acceptance(rounds, num_draft_tokens=num_draft_tokens)
         numbers = sorted(number for batch in unit for number in batch.numbers)
-        found.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))
-    return found
+        seen.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))
+    return seen
 
 
 def interval_of_lengths(seen: Sequence[Observation]) -> Ends:
     """The 95 % interval of the acceptance length; None of fewer than two observations."""
     if not seen:
         return None, None
-    low, high = ratio_and_interval([each.num_committed for each in seen], [each.num_rounds for each in seen])[1]
+    low, high = ratio_and_interval([unit.num_committed for unit in seen], [unit.num_rounds for unit in seen])[1]
     return rounded(low), rounded(high)
 
 
@@ -286,14 +286,14 @@ def timing(batches: Sequence[MeasuredBatch], acceptance_length: float | None) ->
     formula_speedup = acceptance_length * baseline_ms / (draft_ms + verify_ms + overhead_ms), as if every round had
     committed the mean. It differs from the measured speedup because max_new_tokens cuts last rounds.
     """
-    rounds = [done for batch in batches for run in batch.drafted.runs for done in run.rounds[1:]]
-    steps = [done for batch in batches for run in batch.baseline.runs for done in run.rounds[1:]]
+    rounds = [round_ for batch in batches for round_ in batch.drafted.rounds]
+    steps = [round_ for batch in batches for round_ in batch.baseline.rounds]
     if not rounds or not steps or acceptance_length is None:
         return Timing()
-    whole = 1000 * statistics.fmean(done.seconds for done in rounds)
-    draft = 1000 * statistics.fmean(done.draft_seconds for done in rounds)
-    verify = 1000 * statistics.fmean(done.verify_seconds for done in rounds)
-    baseline = 1000 * statistics.fmean(done.seconds for done in steps)
+    whole = 1000 * statistics.fmean(round_.seconds for round_ in rounds)
+    draft = 1000 * statistics.fmean(round_.draft_seconds for round_ in rounds)
+    verify = 1000 * statistics.fmean(round_.verify_seconds for round_ in rounds)
+    baseline = 1000 * statistics.fmean(round_.seconds for round_ in steps)
     return Timing(
         draft_ms=rounded(draft),
         verify_ms=rounded(verify),

@@ -32,7 +32,7 @@ Decode = Callable[[list[int]], tuple[list[int], int]]  # a prompt to its new tok
 
 
 @dataclass
-class Answers:
+class TimedAnswers:
     """What one side decoded, prompt by prompt."""
 
     seconds: list[float] = field(default_factory=list)  # of whole answers, prefill included, over all repeats
@@ -41,8 +41,8 @@ class Answers:
 
     def seconds_for(self, texts: Sequence[Sequence[int]], at: Sequence[int]) -> list[float]:
         """Time of the prompts `at`, for as many tokens as these texts have; all of it if an answer ended at once."""
-        each = ((self.seconds[i], self.texts[i], texts[i]) for i in at)
-        return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in each]
+        answers = ((self.seconds[i], self.texts[i], texts[i]) for i in at)
+        return [seconds * len(new) / len(own) if own else seconds for seconds, own, new in answers]
 
 
 @torch.no_grad()
@@ -69,10 +69,10 @@ def compare_transformers(
     if not has_counterpart(target, drafter):
         return None
     config = comparable(config, drafter)
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
+    stored = kept_in(store, target, drafter, suite, config, name=name, engine="transformers")
     theirs = their_decoding(target, drafter, config)
-    return beside(
-        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, kept=kept
+    return time_beside(
+        theirs, target, drafter, suite, config, engine="transformers", name=name, on_prompt=on_prompt, stored=stored
     )
 
 
@@ -87,7 +87,7 @@ def comparable(config: MeasureConfig, drafter: Drafter | None) -> MeasureConfig:
     )
 
 
-def beside(
+def time_beside(
     their_way: AbstractContextManager[Decode],
     target: Target,
     drafter: Drafter | None,
@@ -97,15 +97,15 @@ def beside(
     engine: str,
     name: str,
     on_prompt: Callable[[], object],
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
 ) -> Result:
     """Another engine's decoding in turns with our baseline and, where there is a drafter, our speculation."""
     if drafter is not None:
         drafter.leave_out(suite.prompts, suite.questions)
     with their_way as theirs:
         ways = [theirs, *our_decoding(target, drafter, suite.prompts, config)]
-        sides, done, failed = interleave(ways, suite, config, on_prompt=on_prompt, kept=kept)
-    suite = replace(suite.subset(done), failed=[*suite.failed, *failed])
+        sides, answered, failed = decode_in_turns(ways, suite, config, on_prompt=on_prompt, stored=stored)
+    suite = replace(suite.subset(answered), failed=[*suite.failed, *failed])
     lossless = text_check(target, drafter, suite, config, sides[0].texts, sides[-1].texts)
     return result_of(suite, config, [sides[0], sides[1], sides[-1]], lossless, engine=engine, name=name)
 
@@ -114,7 +114,7 @@ def has_counterpart(target: Target, drafter: Drafter | None) -> bool:
     """Whether transformers can decode with this drafter."""
     if isinstance(drafter, DraftModelDrafter):
         return target.config.vocab_size == drafter.model.config.vocab_size
-    return drafter is None or (isinstance(drafter, NgramDrafter) and drafter.min_ngram == 1)
+    return drafter is None or isinstance(drafter, NgramDrafter)
 
 
 def our_decoding(
@@ -123,8 +123,8 @@ def our_decoding(
     """Our engine, greedy, one prompt at a time: the baseline, and speculation where there is a drafter."""
 
     def decode(run: Runner, prompt: list[int]) -> tuple[list[int], int]:
-        done = run([prompt], config.seed)
-        return done.token_ids[0], len(done.rounds)
+        generation = run([prompt], config.seed)
+        return generation.token_ids[0], len(generation.rounds)
 
     sides = [None] if drafter is None else [None, drafter]
     return [partial(decode, Runner(target, which, prompts, config)) for which in sides]
@@ -165,20 +165,20 @@ def their_decoding(target: Target, drafter: Drafter | None, config: MeasureConfi
         yield run
 
 
-def interleave(
+def decode_in_turns(
     ways: Sequence[Decode],
     suite: Suite,
     config: MeasureConfig,
     *,
     on_prompt: Callable[[], object],
-    kept: tuple[BatchStore, str] | None = None,
-) -> tuple[list[Answers], list[int], list[FailedPrompt]]:
+    stored: tuple[BatchStore, str] | None = None,
+) -> tuple[list[TimedAnswers], list[int], list[FailedPrompt]]:
     """Time several ways to decode in turns, prompt by prompt after a warm-up, so that drifts of the machine affect all;
     the first one changes every time.
 
     With recorded steps, every prompt is decoded once before it is timed, so that its steps have been recorded.
 
-    Args: kept: the store of prompts that were timed, and their key in it.
+    Args: stored: the store of prompts that were timed, and their key in it.
 
     Returns: the answers of each way, the indices of the prompts that they are of, and the prompts that failed.
     """
@@ -192,14 +192,14 @@ def interleave(
 
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
     warms_each = config.steps != "eager"
-    done, failed = measure_parts(parts, time_part, warm_up, kept=kept, on_part=on_prompt, warms_each=warms_each)
-    sides = [Answers() for _ in ways]
-    for record in done.values():
+    records, failed = measure_parts(parts, time_part, warm_up, stored=stored, on_part=on_prompt, warms_each=warms_each)
+    sides = [TimedAnswers() for _ in ways]
+    for record in records.values():
         for side, (seconds, new, num_forwards) in zip(sides, record["ways"], strict=True):
             side.seconds.append(seconds)
             side.texts.append(new)
             side.num_forwards += num_forwards
-    return sides, list(done), failed
+    return sides, list(records), failed
 
 
 def time_prompt(ways: Sequence[Decode], prompt: list[int], *, number: int, num_repeats: int) -> list[list[Any]]:
@@ -244,7 +244,13 @@ def are_of_a_length(lengths: Sequence[int]) -> bool:
 
 
 def result_of(
-    suite: Suite, config: MeasureConfig, sides: Sequence[Answers], lossless: LosslessReport, *, engine: str, name: str
+    suite: Suite,
+    config: MeasureConfig,
+    sides: Sequence[TimedAnswers],
+    lossless: LosslessReport,
+    *,
+    engine: str,
+    name: str,
 ) -> Result:
     """Of another engine's decoding; timed are the prompts that all sides answered at about the same length.
 

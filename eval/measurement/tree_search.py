@@ -15,7 +15,7 @@ from ..decoding import generate
 from ..decoding.draft_setting import DraftSetting, chains, draft_length
 from ..decoding.sampling import Sampling
 from ..suites.prompts import Suite
-from .step_times import interpolate, measure_step_times, most_tokens
+from .step_times import interpolate, measure_step_times, most_new_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
 
@@ -119,7 +119,7 @@ def costs(
     ranks = min(max_nodes, target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target))
     sizes = sorted({max(1, round(ranks * share)) for share in (0.1, 0.25, 0.5, 1)})
     wide = [DraftSetting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
-    context = min(context, target.max_positions - most_tokens(deepest[-1]))
+    context = min(context, target.max_positions - most_new_tokens(deepest[-1]))
     times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
     verify = sorted({time.num_tokens: time.verify_ms + time.overhead_ms for time in times}.items())
     draft = [(time.num_draft_tokens, time.draft_ms) for time in times[1 : 1 + len(deepest)]]
@@ -147,7 +147,7 @@ def verify_cost(
         drafter,
         [setting],
         batch_sizes=[batch_size],
-        contexts=[min(context, target.max_positions - most_tokens(setting))],
+        contexts=[min(context, target.max_positions - most_new_tokens(setting))],
         text=text,
         sampling=sampling,
         steps=steps,

@@ -13,7 +13,7 @@ from ..decoding import generate
 from ..decoding.draft_setting import DraftSetting
 from ..measurement.config import MeasureConfig
 from ..measurement.metrics import acceptance
-from ..measurement.passes import seed_of
+from ..measurement.passes import pass_seed
 from ..measurement.runner import Runner
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, TREE_NAMES, drafts_tree, named_tree
 from .prediction import Accepted
@@ -58,11 +58,11 @@ def accepted_by(
     for setting in settings:
         run = Runner(target, drafter, prompts, replace(config, setting=setting))
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        texts = [run(part, seed_of(config.seed, number, 0)) for number, part in enumerate(parts)]
-        rounds = (each for text in texts for each in text.rounds)
+        texts = [run(part, pass_seed(config.seed, number, 0)) for number, part in enumerate(parts)]
+        rounds = (round_ for text in texts for round_ in text.rounds)
         counted = acceptance(rounds, num_draft_tokens=setting.num_draft_tokens)
         emitted = [
-            [each.num_emitted[row] for each in text.rounds[1:] if each.num_committed[row]]  # the prefill left out
+            [round_.num_emitted[row] for round_ in text.rounds[1:] if round_.num_committed[row]]  # the prefill left out
             for text in texts
             for row in range(len(text.token_ids))
         ]

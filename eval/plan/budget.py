@@ -143,16 +143,16 @@ def probe(
         read, first, *others = (after - before for before, after in zip(marks, marks[1:], strict=False))
         return read, min(others), max(first - min(others), 0.0)
 
-    found, before = list[tuple[float, float, float, float]](), budget.used
+    tried, before = list[tuple[float, float, float, float]](), budget.used
     for rows in sorted({1, many}):
         if rows > 1 and budget.used - before > FAR_PROBE * budget.seconds:
-            one = found[0]
-            found.append((rows * one[0], rows * one[1], rows * one[2], one[3]))
+            one = tried[0]
+            tried.append((rows * one[0], rows * one[1], rows * one[2], one[3]))
             continue
         plain = timed(rows, None)
         drafted = timed(rows, setting) if setting else plain
-        found.append((drafted[0], plain[1], drafted[1], max(plain[2], drafted[2])))
-    reads, baseline, rounds, setups = zip(found[0], found[-1], strict=True)
+        tried.append((drafted[0], plain[1], drafted[1], max(plain[2], drafted[2])))
+    reads, baseline, rounds, setups = zip(tried[0], tried[-1], strict=True)
     return Costs(many, reads, baseline, rounds, max(setups))
 
 
@@ -165,7 +165,7 @@ def by_importance(settings: Sequence[DraftSetting]) -> list[DraftSetting]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class DecodedSample:
     """What is decoded of each setting, `rows` prompts at a time."""
 
     settings: list[DraftSetting]
@@ -173,7 +173,9 @@ class Sample:
     rows: int
 
 
-def fit_sample(settings: Sequence[DraftSetting], costs: Costs, *, seconds: float, tokens: int, rows: int) -> Sample:
+def fit_sample(
+    settings: Sequence[DraftSetting], costs: Costs, *, seconds: float, tokens: int, rows: int
+) -> DecodedSample:
     """As much of these settings, tokens and rows as fits: one batch at least, of the most important setting at least.
 
     Settings go first, down to half of them, then tokens, then more settings; and rows, as they are judged last.
@@ -189,14 +191,14 @@ def fit_sample(settings: Sequence[DraftSetting], costs: Costs, *, seconds: float
     half = (len(ranked) + 1) // 2
     choices = [*product(range(len(ranked), half - 1, -1), longer), *product(range(half, 0, -1), lengths)]
     number, tokens = next((choice for choice in choices if fits(choice[0], 1, choice[1])), (1, fewest))
-    kept = set(ranked[:number])
+    affordable = set(ranked[:number])
     while rows > 1 and not fits(number, rows, tokens):
         rows = (rows + 1) // 2
-    return Sample([setting for setting in settings if setting in kept], tokens, rows)
+    return DecodedSample([setting for setting in settings if setting in affordable], tokens, rows)
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimingPlan:
     """Where rounds are timed, and how many in a pass."""
 
     batch_sizes: list[int]
@@ -206,11 +208,11 @@ class Timing:
 
 def fit_timing(
     batch_sizes: Sequence[int], contexts: Sequence[int], num_settings: int, costs: Costs, *, seconds: float, read: int
-) -> Timing:
+) -> TimingPlan:
     """As much as fits once: first fewer rounds, then the longest context only, then the middle batch sizes left out,
     then the largest. Args: read: tokens of the prompt that was probed."""
 
-    def one_pass(timing: Timing) -> float:
+    def one_pass(timing: TimingPlan) -> float:
         runs = [num_settings * costs.round(size) + (num_settings + 1) * costs.step(size) for size in timing.batch_sizes]
         cells = sum(runs) * len(timing.contexts) * (timing.num_rounds + 1)
         longer = sum(max(context / read, 1.0) for context in timing.contexts)
@@ -222,13 +224,13 @@ def fit_timing(
     places.append((sizes[:1], list(contexts[-1:])))
     most = step_times.NUM_ROUNDS
     numbers = sorted({most, min(4, most), min(2, most)}, reverse=True)
-    choices = [Timing(*place, number) for place in places for number in numbers]
+    choices = [TimingPlan(*place, number) for place in places for number in numbers]
     return next((timing for timing in choices if one_pass(timing) <= SAFETY * seconds), choices[-1])
 
 
 def fit_texts(number: int, costs: Costs, *, seconds: float, tokens: int) -> tuple[int, int]:
     """Of so many prompts how many can be answered one by one, and in how many tokens: at least one prompt."""
-    each = costs.setup + costs.prefill(1) + min(tokens, ENOUGH_TOKENS) * costs.step(1)
-    number = max(1, int(min(number, seconds / each))) if each else number
+    per_text = costs.setup + costs.prefill(1) + min(tokens, ENOUGH_TOKENS) * costs.step(1)
+    number = max(1, int(min(number, seconds / per_text))) if per_text else number
     spare = seconds / number - costs.setup - costs.prefill(1)
-    return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if each else tokens
+    return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if per_text else tokens

@@ -63,7 +63,7 @@ def measured_cells(
     on_cell: Callable[[], object],
 ) -> list[Cell]:
     """Those of the chosen cells that were measured, and what came out. Args: name: of the drafter."""
-    found: list[Cell] = []
+    checked: list[Cell] = []
     sizes = sorted({cell.batch_size for cell in chosen})
     for number, size in enumerate(sizes):
         here, full = [cell for cell in chosen if cell.batch_size == size], suite.filled(size)
@@ -85,7 +85,7 @@ def measured_cells(
             for cell, (result, _) in zip(check.cells, measure_all(target, contenders, part, how), strict=True):
                 speedup, interval = result.speedup, result.speedup_ci95
                 measured = {"measured_speedup": speedup, "measured_ci95": interval, "num_timed": result.num_timed}
-                found.append(replace(cell, **measured))
+                checked.append(replace(cell, **measured))
         for _ in here:
             on_cell()
-    return found
+    return checked

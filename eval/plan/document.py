@@ -10,7 +10,7 @@ from ..measurement.step_times import StepTime
 from .budget import Spent
 from .engine_settings import ScheduleRange
 from .machine_profile import MachineProfile
-from .prediction import Accepted, Cell, CheckSummary, Recommendation
+from .prediction import Accepted, Cell, CheckSummary, RecommendedCell
 
 SCHEMA_VERSION = 2
 CHECKS = ("advice", "all", "none")
@@ -57,7 +57,7 @@ class Plan:
     step_times: list[StepTime]  # measured here; none for another machine
     cells: list[Cell]
     check: CheckSummary
-    recommendation: list[Recommendation]
+    recommendation: list[RecommendedCell]
     vllm_schedule: list[ScheduleRange]
     sglang_flags: str | None
     llamacpp_flags: str | None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ...heads.base import DraftHead
 from ...heads.drafting import DynamicTree, StaticTree
 from ..decoding.draft_setting import DraftSetting
-from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend, steady_speedup
+from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend_cells, steady_speedup
 
 
 class ScheduleRange(NamedTuple):
@@ -22,12 +22,12 @@ def measured_lengths(cells: Sequence[Cell]) -> dict[int, int]:
     chains = [cell for cell in cells if cell.measured_speedup and cell.setting.tree is None]
     return {
         advice.cell.batch_size: 0 if advice.is_off else advice.cell.setting.num_draft_tokens
-        for advice in recommend(chains)
+        for advice in recommend_cells(chains)
         if advice.cell.load == "prompts"
     }
 
 
-def schedule(
+def schedule_for_vllm(
     accepted: Sequence[Accepted],
     times: StepTimes,
     *,
@@ -42,7 +42,7 @@ def schedule(
 
     Args: measured: K by batch size, which is kept; between two of them only theirs are chosen from.
     """
-    chains = {each.setting.num_draft_tokens: each for each in accepted if each.setting.tree is None}
+    chains = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
     measured = measured or {}
     ranges: list[ScheduleRange] = []
     for size in range(1, max_batch_size + 1):
@@ -58,10 +58,10 @@ def schedule(
             for length in lengths
         }
         best = max(gains, key=lambda length: (gains[length], -length))
-        kept = ranges[-1].num_draft_tokens if ranges else best
-        if kept in gains and gains[kept] >= gains[best] * (1 - LEAST_GAIN):
-            best = kept
-        if ranges and kept == best:
+        previous = ranges[-1].num_draft_tokens if ranges else best
+        if previous in gains and gains[previous] >= gains[best] * (1 - LEAST_GAIN):
+            best = previous
+        if ranges and previous == best:
             ranges[-1] = ranges[-1]._replace(last=size)
         else:
             ranges.append(ScheduleRange(size, size, best))

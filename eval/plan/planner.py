@@ -13,14 +13,14 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting, chains
-from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_tokens
+from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_new_tokens
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite
 from .accepting import accepted_within, named_trees
 from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
 from .checking import measured_cells
 from .document import DEFAULT_TREES, Plan, PlanConfig
-from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
+from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
 from .machine_profile import times_on
 from .prediction import (
     Accepted,
@@ -28,8 +28,8 @@ from .prediction import (
     StepTimes,
     Workload,
     errors,
-    predict,
-    recommend,
+    predict_cells,
+    recommend_cells,
     shortlist,
 )
 
@@ -41,9 +41,22 @@ def no_bar(total: int, what: str) -> Callable[[], object]:
     return lambda: None
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What there is time for. config: its tokens per answer and batch sizes are the ones planned with."""
+
+    suite: Suite
+    config: PlanConfig
+    costs: Costs
+
+    @property
+    def workload(self) -> Workload:
+        return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
+
+
 @dataclass
 class Planner:
-    """One drafter on one suite."""
+    """One drafter on one suite. A stage gets the scope that the one before left, and may leave a narrower one."""
 
     target: Target
     drafter: Drafter
@@ -52,46 +65,47 @@ class Planner:
     name: str  # of the drafter
     bar: Callable[[int, str], Callable[[], object]] = no_bar  # makes a progress bar of so many ticks
     budget: Budget = field(default_factory=Budget)
-    costs: Costs = Costs()
 
     def __post_init__(self) -> None:
         """Raises BadInput if trees are to be shaped and there is a single prompt."""
-        self.given = len(self.suite.prompts), self.config.measure.max_new_tokens
+        self.num_given = len(self.suite.prompts)
         if not self.suite.calibration and any(map(is_shaped, self.trees)):
             self.suite = hold_out(self.suite)
         self.drafter.leave_out(self.suite.prompts, self.suite.questions)
 
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft, and on contexts beyond the target's."""
-        measure, longest = self.config.measure, chains(self.drafter, self.config.lengths)[-1]
-        self.costs = probe(
+        costs = probe(
             self.target,
             self.drafter,
-            longest,
+            chains(self.drafter, self.config.lengths)[-1],
             max(self.suite.prompts, key=len),
             self.budget,
             many=max(self.config.batch_sizes),
-            sampling=measure.sampling,
-            steps=measure.steps,
+            sampling=self.config.measure.sampling,
+            steps=self.config.measure.steps,
         )
-        accepted = self.accept(self.settings())
-        settings, machine = [each.setting for each in accepted], self.config.machine
-        measured = [] if machine else self.time(accepted)
-        config = self.config
-        times: StepTimes = StepTable(tuple(measured))
-        if machine:
-            times = times_on(machine, self.target, self.drafter, settings)
-        cells = predict(accepted, self.workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
+        accepted, scope = self.accept(self.settings(costs), Scope(self.suite, self.config, costs))
+        machine, measured = self.config.machine, list[StepTime]()
         if machine is None:
-            cells = self.check(cells)
-        advice = recommend(cells)
+            measured, scope = self.time(accepted, scope)
+            times: StepTimes = StepTable(tuple(measured))
+        else:
+            times = times_on(machine, self.target, self.drafter, [one.setting for one in accepted])
+        config, workload = scope.config, scope.workload
+        cells = predict_cells(accepted, workload, times, batch_sizes=config.batch_sizes, contexts=config.contexts)
+        if machine is None:
+            cells = self.check(cells, scope)
+        advice = recommend_cells(cells)
         budget, head = self.budget, self.drafter if isinstance(self.drafter, DraftHead) else None
-        most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), self.workload.context
-        ranges = schedule(accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells))
+        most, context = LARGEST_PROFILED if machine else max(config.batch_sizes), workload.context
+        ranges = schedule_for_vllm(
+            accepted, times, max_batch_size=most, context=context, measured=measured_lengths(cells)
+        )
         return Plan(
             drafter=self.name,
-            suite=self.suite.name,
-            num_prompts=len(self.suite.prompts),
+            suite=scope.suite.name,
+            num_prompts=len(scope.suite.prompts),
             max_new_tokens=config.measure.max_new_tokens,
             temperature=config.measure.temperature,
             machine=machine.name if machine else None,
@@ -104,18 +118,14 @@ class Planner:
                 seconds=None if math.isinf(budget.seconds) else budget.seconds,
                 seconds_used=round(budget.used, 2),
                 seconds_loading=round(budget.loading, 2),
-                num_prompts_given=self.given[0],
-                max_new_tokens_given=self.given[1],
+                num_prompts_given=self.num_given,
+                max_new_tokens_given=self.config.measure.max_new_tokens,
                 left_out=budget.left_out,
             ),
             vllm_schedule=ranges,
             sglang_flags=for_sglang(cells, head),
             llamacpp_flags=for_llamacpp(cells, head),
         )
-
-    @property
-    def workload(self) -> Workload:
-        return Workload([len(prompt) for prompt in self.suite.prompts], self.config.measure.max_new_tokens)
 
     @property
     def trees(self) -> Sequence[str]:
@@ -126,14 +136,14 @@ class Planner:
         can_shape = self.suite.calibration or len(self.suite.prompts) > 1
         return [name for name in known if can_shape or not is_shaped(name)]
 
-    def settings(self) -> list[DraftSetting]:
+    def settings(self, costs: Costs) -> list[DraftSetting]:
         """Chains and trees to consider."""
         new, names, prompts = self.config.measure.max_new_tokens, self.trees, self.suite.calibration[:NUM_CALIBRATION]
 
         def reached(rows: int) -> float:
             """Tokens of texts that can shape trees in the time."""
-            left = SAFETY * self.budget.room("trees") - self.costs.setup - (2 + len(names)) * self.costs.prefill(rows)
-            return left / self.costs.step(rows) if self.costs.step(rows) else math.inf
+            left = SAFETY * self.budget.room("trees") - costs.setup - (2 + len(names)) * costs.prefill(rows)
+            return left / costs.step(rows) if costs.step(rows) else math.inf
 
         if any(map(is_shaped, names)):
             if reached(len(prompts)) < min(new, FEWEST_TOKENS):
@@ -146,44 +156,43 @@ class Planner:
         trees = named_trees(names, self.target, self.drafter, prompts, max_new_tokens=new)
         return [*chains(self.drafter, self.config.lengths), *trees]
 
-    def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
-        """What the texts accept of each setting. The prompts, settings and tokens per answer that there is time for are
-        what is planned with from here on."""
-        measure, most = self.config.measure, max(self.config.batch_sizes)
-        room, rows = self.budget.room("acceptance"), min(most, len(self.suite.prompts))
-        sample = fit_sample(settings, self.costs, seconds=room, tokens=measure.max_new_tokens, rows=rows)
+    def accept(self, settings: Sequence[DraftSetting], scope: Scope) -> tuple[list[Accepted], Scope]:
+        """What the texts accept of each setting, of as many settings, prompts and tokens as there is time for."""
+        suite, measure, most = scope.suite, scope.config.measure, max(scope.config.batch_sizes)
+        room, rows = self.budget.room("acceptance"), min(most, len(suite.prompts))
+        sample = fit_sample(settings, scope.costs, seconds=room, tokens=measure.max_new_tokens, rows=rows)
         self.budget.left_out += [setting.name for setting in settings if setting not in sample.settings]
-        self.config = replace(self.config, measure=replace(measure, max_new_tokens=sample.tokens))
-        tick = self.bar(len(sample.settings), f"what {self.suite.name} accepts of {self.name}")
+        measure = replace(measure, max_new_tokens=sample.tokens)
+        tick = self.bar(len(sample.settings), f"what {suite.name} accepts of {self.name}")
         chosen, accepted = accepted_within(
             self.target,
             self.drafter,
-            self.suite.prompts,
+            suite.prompts,
             sample.settings,
-            replace(self.config.measure, batch_size=most if sample.rows == rows else sample.rows),
+            replace(measure, batch_size=most if sample.rows == rows else sample.rows),
             seconds=room,
-            batch_seconds=len(sample.settings) * self.costs.decoding(sample.rows, sample.tokens),
+            batch_seconds=len(sample.settings) * scope.costs.decoding(sample.rows, sample.tokens),
             on_setting=tick,
         )
         tick()
-        self.suite = self.suite.subset(chosen)
-        return accepted
+        return accepted, replace(scope, suite=suite.subset(chosen), config=replace(scope.config, measure=measure))
 
-    def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
+    def time(self, accepted: Sequence[Accepted], scope: Scope) -> tuple[list[StepTime], Scope]:
         """Step times of this machine. Chains between the measured ones are left to the table."""
-        settings = [each.setting for each in accepted]
-        timed = spread([setting for setting in settings if setting.tree is None])
+        config, workload = scope.config, scope.workload
+        settings = [one.setting for one in accepted]
+        timed = at_doublings([setting for setting in settings if setting.tree is None])
         timed += [setting for setting in settings if setting.tree]
-        sizes = sorted(self.config.batch_sizes)
-        spans = [span for size in sizes for span in self.workload.spans(size, accepted[0].tokens)]
+        sizes = sorted(config.batch_sizes)
+        spans = [span for size in sizes for span in workload.spans(size, accepted[0].tokens)]
         first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
-        room = self.target.max_positions - max(map(most_tokens, timed))
-        contexts = sorted({min(first, room), min(last, room), *self.config.contexts})
-        left, read = self.budget.room("step times"), max(self.workload.prompt_lengths)
-        timing = fit_timing(sizes, contexts, len(timed), self.costs, seconds=left, read=read)
+        room = self.target.max_positions - max(map(most_new_tokens, timed))
+        contexts = sorted({min(first, room), min(last, room), *config.contexts})
+        left, read = self.budget.room("step times"), max(workload.prompt_lengths)
+        timing = fit_timing(sizes, contexts, len(timed), scope.costs, seconds=left, read=read)
         if len(timing.batch_sizes) == 1 < len(sizes):  # nothing to draw a line through
             self.budget.left_out += [f"batch size {size}" for size in sizes[1:]]
-            self.config = replace(self.config, batch_sizes=timing.batch_sizes)
+            scope = replace(scope, config=replace(config, batch_sizes=timing.batch_sizes))
         cells = len(timing.batch_sizes) * len(timing.contexts)
         tick = self.bar(NUM_PASSES * cells * len(timed), f"timing rounds of {self.name}")
         times = measure_step_times(
@@ -192,34 +201,34 @@ class Planner:
             timed,
             batch_sizes=timing.batch_sizes,
             contexts=timing.contexts,
-            text=[token for prompt in self.suite.prompts for token in prompt],
-            sampling=self.config.measure.sampling,
-            steps=self.config.measure.steps,
+            text=[token for prompt in scope.suite.prompts for token in prompt],
+            sampling=config.measure.sampling,
+            steps=config.measure.steps,
             on_cell=tick,
             num_rounds=timing.num_rounds,
             seconds=left,
         )
         tick()
-        return times
+        return times, scope
 
-    def check(self, cells: Sequence[Cell]) -> list[Cell]:
+    def check(self, cells: Sequence[Cell], scope: Scope) -> list[Cell]:
         """The cells, those that are chosen decoded in earnest, interleaved with the baseline."""
         decoded = [cell for cell in cells if cell.load == "prompts"]
-        chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[self.config.check]
+        chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[scope.config.check]
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        found = measured_cells(
+        checked = measured_cells(
             self.target,
             self.drafter,
-            self.suite,
+            scope.suite,
             chosen,
-            self.config.measure,
+            scope.config.measure,
             name=self.name,
-            costs=self.costs,
+            costs=scope.costs,
             budget=self.budget,
             on_cell=tick,
         )
         tick()
-        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in found}
+        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in checked}
         return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
 
 
@@ -228,7 +237,7 @@ def is_shaped(tree: str) -> bool:
     return tree.partition(":")[0] in SHAPED_TREES
 
 
-def spread(chains: Sequence[DraftSetting]) -> list[DraftSetting]:
+def at_doublings(chains: Sequence[DraftSetting]) -> list[DraftSetting]:
     """Of chains the shortest, the longest, and one at every doubling between them."""
     ends = {chain.num_draft_tokens for chain in (*chains[:1], *chains[-1:])}
     return [chain for chain in chains if chain.num_draft_tokens in ends or chain.num_draft_tokens.bit_count() == 1]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..decoding.draft_setting import DraftSetting
 from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
 from ..measurement.step_times import StepTime
-from ..suites.prompts import filled
+from ..suites.prompts import full_batches
 
 LEAST_GAIN = 0.01  # relative gain needed to choose a setting that drafts more
 MOST_FINALISTS = 4  # settings that are measured per batch size
@@ -100,7 +100,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class RecommendedCell:
     """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts, or
     shown to be where it was measured."""
 
@@ -146,7 +146,7 @@ class Workload:
         Of its longest rows, which set how far attention reads. Args: tokens: new ones of each prompt.
         """
         spans = []
-        order = filled(len(self.prompt_lengths), batch_size)
+        order = full_batches(len(self.prompt_lengths), batch_size)
         for i in range(0, len(order), batch_size):
             rows = [(self.prompt_lengths[row], tokens[row]) for row in order[i : i + batch_size]]
             start, end = max(length for length, _ in rows), max(length + new for length, new in rows)
@@ -163,7 +163,7 @@ def workload_times(
     (`metrics.row_seconds`). Sampled texts differ between the two sides; lengths are those of the drafted ones.
     """
     plain, drafted = list[float](), list[float]()
-    order = filled(len(workload.prompt_lengths), batch_size)
+    order = full_batches(len(workload.prompt_lengths), batch_size)
     for number, (start, _, context) in enumerate(workload.spans(batch_size, accepted.tokens)):
         rows = order[number * batch_size : (number + 1) * batch_size]
         base = times.at(None, batch_size=batch_size, context=context)
@@ -188,7 +188,7 @@ def steady_speedup(
     return length * base.round_ms / times.at(setting, batch_size=batch_size, context=context).round_ms
 
 
-def predict(
+def predict_cells(
     accepted: Sequence[Accepted],
     workload: Workload,
     times: StepTimes,
@@ -202,16 +202,16 @@ def predict(
     """
     cells = []
     for size in batch_sizes:
-        for each in accepted:
-            plain, drafted = workload_times(each, workload, times, batch_size=size)
+        for one in accepted:
+            plain, drafted = workload_times(one, workload, times, batch_size=size)
             has_both = sum(plain) > 0 and sum(drafted) > 0
             speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, (None, None))
             ends = [rounded(end) for end in interval]
-            num_rounds = each.counted.num_rounds
-            cells.append(Cell(each.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
+            num_rounds = one.counted.num_rounds
+            cells.append(Cell(one.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
             for context in contexts:
-                speedup = steady_speedup(each.setting, each.length, times, batch_size=size, context=context)
-                cells.append(Cell(each.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
+                speedup = steady_speedup(one.setting, one.length, times, batch_size=size, context=context)
+                cells.append(Cell(one.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
     return cells
 
 
@@ -226,7 +226,7 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
     return chosen
 
 
-def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
+def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
     Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
@@ -242,7 +242,7 @@ def recommend(cells: Sequence[Cell]) -> list[Recommendation]:
         fastest = max(cell.assured_speedup for cell in here)
         near = [cell for cell in here if cell.assured_speedup >= fastest * (1 - LEAST_GAIN)]
         best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
-        advice.append(Recommendation(best, fastest <= 1))
+        advice.append(RecommendedCell(best, fastest <= 1))
     return advice
 
 

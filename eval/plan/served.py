@@ -17,7 +17,7 @@ from ..measurement.step_times import StepTime
 from .accepting import evenly
 from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
-from .planner import Planner, spread
+from .planner import Planner, Scope, at_doublings
 from .prediction import MOST_FINALISTS, Accepted, Cell, shortlist
 
 
@@ -43,39 +43,43 @@ class ServedPlanner(Planner):
         config = self.config
         if config.measure.temperature or config.trees or list(config.batch_sizes) != [1] or config.contexts:
             raise BadInput("--served: plans chains at batch 1, greedily; leave out --temperature, --tree and --context")
-        self.config = replace(config, trees=[])
         super().__post_init__()
 
-    def accept(self, settings: Sequence[DraftSetting]) -> list[Accepted]:
+    @property
+    def trees(self) -> Sequence[str]:
+        return ()
+
+    def accept(self, settings: Sequence[DraftSetting], scope: Scope) -> tuple[list[Accepted], Scope]:
         """Of as many prompts and tokens as every stage has time for: a prediction is for those that check it."""
-        checked = {"all": len(settings), "advice": MOST_FINALISTS, "none": 0}[self.config.check]
-        runs = 2 * self.config.measure.num_repeats * checked
-        stages = {"acceptance": len(settings), "step times": 2 * len(spread(settings)), "check": runs}
+        suite, measure = scope.suite, scope.config.measure
+        checked = {"all": len(settings), "advice": MOST_FINALISTS, "none": 0}[scope.config.check]
+        runs = 2 * measure.num_repeats * checked
+        stages = {"acceptance": len(settings), "step times": 2 * len(at_doublings(settings)), "check": runs}
         begins, answers = self.budget.used, math.inf  # answers: of full length, per setting
         for stage, number in stages.items():
             room = ENDS[stage] * self.budget.seconds - begins
-            answers = min(answers, SAFETY * room / (max(number, 1) * max(self.answer_seconds, 1e-6)))
+            answers = min(answers, SAFETY * room / (max(number, 1) * max(answer_seconds(scope), 1e-6)))
             begins = ENDS[stage] * self.budget.seconds
         if answers < LEAST_TIMED:
-            new = max(FEWEST_TOKENS, int(self.config.measure.max_new_tokens * answers / LEAST_TIMED))
-            self.config = replace(self.config, measure=replace(self.config.measure, max_new_tokens=new))
-        if answers < len(self.suite.prompts):
-            self.suite = self.suite.subset(evenly(len(self.suite.prompts), max(LEAST_TIMED, int(answers))))
-        return super().accept(settings)
+            measure = replace(
+                measure, max_new_tokens=max(FEWEST_TOKENS, int(measure.max_new_tokens * answers / LEAST_TIMED))
+            )
+        if answers < len(suite.prompts):
+            suite = suite.subset(evenly(len(suite.prompts), max(LEAST_TIMED, int(answers))))
+        return super().accept(settings, replace(scope, suite=suite, config=replace(scope.config, measure=measure)))
 
     def plan(self) -> Plan:
         """As its own, without what other engines take."""
         return replace(super().plan(), engine="llama-server", vllm_schedule=[], sglang_flags=None)
 
-    def time(self, accepted: Sequence[Accepted]) -> list[StepTime]:
+    def time(self, accepted: Sequence[Accepted], scope: Scope) -> tuple[list[StepTime], Scope]:
         """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
-        timed = spread([each.setting for each in accepted])
-        results = self.serve(timed, repeats=1)
+        timed = at_doublings([one.setting for one in accepted])
+        results = self.serve(timed, scope, repeats=1)
         bases = [result.baseline_time_per_output_token_ms or 0.0 for result in results]
         if not all(bases) or not all(result.num_rounds for result in results):
             raise BadInput("--prompts: llama-server's answers end too early to be timed")
-        step = statistics.median(bases)
-        context = self.workload.context
+        step, context = statistics.median(bases), scope.workload.context
         times = [StepTime.of(None, batch_size=1, context=context, verify_ms=step, draft_ms=0.0, overhead_ms=0.0)]
         for setting, result, base in zip(timed, results, bases, strict=True):
             per_round = (result.time_per_output_token_ms or 0.0) * result.num_committed / result.num_rounds
@@ -90,20 +94,20 @@ class ServedPlanner(Planner):
                     overhead_ms=0.0,
                 )
             )
-        return times
+        return times, scope
 
-    def check(self, cells: Sequence[Cell]) -> list[Cell]:
+    def check(self, cells: Sequence[Cell], scope: Scope) -> list[Cell]:
         """The cells, those that are chosen timed in llama-server, by turns with its plain decoding."""
-        chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[self.config.check]
-        room, each = self.budget.room("check"), 2 * self.config.measure.num_repeats * self.answer_seconds
-        if chosen and room < each * len(chosen) * len(self.suite.prompts):
+        chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[scope.config.check]
+        repeats, num_prompts = scope.config.measure.num_repeats, len(scope.suite.prompts)
+        room, per_prompt = self.budget.room("check"), 2 * repeats * answer_seconds(scope)
+        if chosen and room < per_prompt * len(chosen) * num_prompts:
             chosen.sort(key=lambda cell: -cell.predicted_speedup)
-            fits = int(room / each / len(self.suite.prompts))
+            fits = int(room / per_prompt / num_prompts)
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
-        repeats = self.config.measure.num_repeats
-        results = self.serve([cell.setting for cell in chosen], repeats=repeats) if chosen else []
-        found = {
+        results = self.serve([cell.setting for cell in chosen], scope, repeats=repeats) if chosen else []
+        checked = {
             cell.setting: replace(
                 cell,
                 measured_speedup=result.speedup,
@@ -112,18 +116,18 @@ class ServedPlanner(Planner):
             )
             for cell, result in zip(chosen, results, strict=True)
         }
-        return [found.get(cell.setting, cell) for cell in cells]
+        return [checked.get(cell.setting, cell) for cell in cells]
 
-    @property
-    def answer_seconds(self) -> float:
-        """What one plain answer takes at most: our engine's time, which is no shorter."""
-        return self.costs.prefill(1) + self.config.measure.max_new_tokens * self.costs.step(1)
-
-    def serve(self, settings: Sequence[DraftSetting], *, repeats: int) -> list[Result]:
+    def serve(self, settings: Sequence[DraftSetting], scope: Scope, *, repeats: int) -> list[Result]:
         """Each setting on all prompts."""
-        config = MeasureConfig(max_new_tokens=self.config.measure.max_new_tokens, num_repeats=repeats)
-        tick = self.bar(len(self.suite.prompts) * len(settings), f"llama-server with {self.name}")
+        config = MeasureConfig(max_new_tokens=scope.config.measure.max_new_tokens, num_repeats=repeats)
+        tick = self.bar(len(scope.suite.prompts) * len(settings), f"llama-server with {self.name}")
         lengths = [setting.num_draft_tokens for setting in settings]
-        results = measure_served(self.target, self.files, self.suite, config, lengths, on_prompt=tick)
+        results = measure_served(self.target, self.files, scope.suite, config, lengths, on_prompt=tick)
         tick()
         return results
+
+
+def answer_seconds(scope: Scope) -> float:
+    """What one plain answer takes at most: our engine's time, which is no shorter."""
+    return scope.costs.prefill(1) + scope.config.measure.max_new_tokens * scope.costs.step(1)

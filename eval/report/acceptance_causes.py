@@ -7,9 +7,9 @@ from .findings import (
     Rule,
     below_validation,
     is_lower,
-    length_of,
     low_acceptance,
     merged,
+    sortable_length,
     tokens,
     validated,
 )
@@ -79,8 +79,8 @@ def other_domain(case: Case) -> Finding | None:
     drafts = result.tree, result.num_draft_tokens
     same = [peer for peer in case.alike if (peer.tree, peer.num_draft_tokens) == drafts and peer.suite != result.suite]
     better = [peer for peer in same if is_lower(result, peer)]
-    if better and not beyond_training(case):
-        best = max(better, key=length_of)
+    if better and not worse_beyond_training(case):
+        best = max(better, key=sortable_length)
         advice = (
             "The same drafter and settings are accepted less on one suite than on another. For such prompts, train the "
             "head on the target's own answers to prompts like them, in the template in which they are served."
@@ -122,7 +122,7 @@ def other_dtype(case: Case) -> Finding | None:
 
 def segments_differ(case: Case) -> Finding | None:
     """Reasoning traces drafted worse than answers, or the other way round."""
-    parts = sorted(case.result.by_segment.items(), key=lambda item: length_of(item[1]))
+    parts = sorted(case.result.by_segment.items(), key=lambda item: sortable_length(item[1]))
     if len(parts) < 2 or not is_lower(parts[0][1], parts[-1][1]):
         return None
     (worse, low), (better, high) = parts[0], parts[-1]
@@ -185,7 +185,7 @@ def range_start(name: str) -> int:
     return int(name.split("-")[0])
 
 
-def beyond_training(case: Case) -> Finding | None:
+def worse_beyond_training(case: Case) -> Finding | None:
     """Contexts longer than any training row, drafted worse than shorter ones, or, without such, than in validation."""
     short, long = contexts(case)
     within, beyond = merged([part for _, part in short]), merged([part for _, part in long])
@@ -209,7 +209,7 @@ def long_context(case: Case) -> Finding | None:
     fallen = [(name, part) for name, part in parts[1:] if is_lower(part, parts[0][1])]
     if not fallen:
         return None
-    (first, start), (name, part) = parts[0], min(fallen, key=lambda item: length_of(item[1]))
+    (first, start), (name, part) = parts[0], min(fallen, key=lambda item: sortable_length(item[1]))
     figures, most = f"at {name} tokens {tokens(part)}, at {first} {tokens(start)}", case.trained.max_length
     if most is None:
         advice = "Acceptance falls with the length of the context. How long training rows were is not known here."
@@ -224,7 +224,7 @@ ACCEPTANCE_RULES: tuple[Rule, ...] = (
     training_disagrees,
     wrong_template,
     cut_vocabulary,
-    beyond_training,
+    worse_beyond_training,
     sampling,
     other_domain,
     other_dtype,

@@ -148,7 +148,7 @@ def conventions_section(ours: Sequence[Result]) -> Section:
     rows = []
     for result in once_per_batch_size(ours):
         figures = (result.acceptance_length, *astuple(result.conventions))
-        words = (" ".join(map(number, each)) if isinstance(each, list) else number(each) for each in figures)
+        words = (" ".join(map(number, figure)) if isinstance(figure, list) else number(figure) for figure in figures)
         rows.append([name_of(result), result.suite, *words])
     columns = ["setting", "suite", "ours, EAGLE's tau", "vLLM mean acceptance length", "vLLM per position",
                "SGLang accept_length", "EAGLE n-alpha"]  # fmt: skip

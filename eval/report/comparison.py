@@ -32,7 +32,7 @@ SUMMARY_KEYS = ("drafter", "suite", "tree", "num_draft_tokens", "batch_size", "t
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class NamedReport:
     """A report under a short name, which no other evaluation of the comparison has."""
 
     name: str
@@ -50,9 +50,9 @@ class Evaluation:
         return {"evaluation": self.name, "target": asdict(self.report.target), "results": results}
 
 
-def read_evaluation(folder: Path, name: str) -> Evaluation:
+def read_evaluation(folder: Path, name: str) -> NamedReport:
     """Raises BadInput if the folder has no report of this schema version."""
-    return Evaluation(name, read_report(folder / "report.json"))
+    return NamedReport(name, read_report(folder / "report.json"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Standing:
     words: str
 
 
-def standings(evaluations: Sequence[Evaluation]) -> list[Standing]:
+def standings(evaluations: Sequence[NamedReport]) -> list[Standing]:
     """By suite, batch size and temperature."""
     measured = [(evaluation.name, result) for evaluation in evaluations for result in evaluation.results]
     kinds = grouped(measured, lambda item: (item[1].suite, item[1].batch_size, item[1].temperature))
@@ -125,12 +125,12 @@ def headline(ranks: Sequence[Standing]) -> str:
 # What keeps evaluations from being compared
 
 
-def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
+def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
     """What differs besides the heads, a sentence each: figures are not comparable, or only with care."""
     targets = {evaluation.name: asdict(evaluation.report.target) for evaluation in evaluations}
     environments = {evaluation.name: asdict(evaluation.report.environment) for evaluation in evaluations}
-    lines = [line for key in TARGET_KEYS for line in differing(f"target {key}", key, targets)]
-    lines += [line for key in ENVIRONMENT_KEYS for line in differing(key, key, environments)]
+    lines = [line for key in TARGET_KEYS for line in difference_in_words(f"target {key}", key, targets)]
+    lines += [line for key in ENVIRONMENT_KEYS for line in difference_in_words(key, key, environments)]
     by_name = {evaluation.name: evaluation.results for evaluation in evaluations}
     for suite in dict.fromkeys(result.suite for results in by_name.values() for result in results):
         on_suite = {name: [result for result in results if result.suite == suite] for name, results in by_name.items()}
@@ -138,7 +138,7 @@ def unlike(evaluations: Sequence[Evaluation]) -> list[str]:
         if lacking := [name for name in by_name if name not in measured]:
             lines.append(f"suite {suite}: not measured in {', '.join(lacking)}")
         settings = {name: settings_of(results) for name, results in measured.items()}
-        lines += [line for key in SUITE_KEYS for line in differing(f"{key} on {suite}", key, settings)]
+        lines += [line for key in SUITE_KEYS for line in difference_in_words(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
     if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < LEAST_TIMED for r in results)}):
         lines.append(
@@ -153,7 +153,7 @@ def settings_of(results: Sequence[Result]) -> dict[str, str]:
     return {key: ", ".join(dict.fromkeys(str(entry[key]) for entry in entries)) for key in SUITE_KEYS}
 
 
-def differing(what: str, key: str, sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def difference_in_words(what: str, key: str, sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A sentence where evaluations have different values of a key, else nothing."""
     values = {name: str(side[key]) for name, side in sides.items()}
     if len(set(values.values())) < 2:

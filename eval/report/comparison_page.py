@@ -8,7 +8,7 @@ from typing import Any
 from ...configs.files import write_text
 from .acceptance_sections import acceptance_section, conventions_section
 from .charts import WIDTH, Series, line_chart, thinned
-from .comparison import Evaluation, headline, standings, unlike
+from .comparison import NamedReport, headline, standings, unlike
 from .one_result import number
 from .page import page_template
 from .sections import Figure, Section, cell, environment_section, settings_section, speed_section, time_section
@@ -62,10 +62,10 @@ def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:
     """The settings that not all runs share, but their folders: the value of each run, None if it has none."""
     keys = sorted({key for run in runs for key in run.settings} - {"train.output_dir"})
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    return {key: settings for key, settings in values.items() if any(value != settings[0] for value in settings)}
 
 
-def write_page(folder: Path, evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> Path:
+def write_page(folder: Path, evaluations: Sequence[NamedReport], runs: Sequence[TrainingRun]) -> Path:
     """Write compare.html, and for runs compare.svg; returns the path of the page."""
     if runs:
         write_text(folder / "compare.svg", render_curves(runs))
@@ -84,7 +84,7 @@ def render_curves(runs: Sequence[TrainingRun]) -> str:
     return page_template("compare.svg.j2").render(charts=charts, width=2 * (WIDTH + 20), height=height)
 
 
-def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> str:
+def render(evaluations: Sequence[NamedReport], runs: Sequence[TrainingRun]) -> str:
     """The page. No script is in it, and nothing is fetched."""
     results = [result for evaluation in evaluations for result in evaluation.results]
     ranks = standings(evaluations)
@@ -99,7 +99,7 @@ def render(evaluations: Sequence[Evaluation], runs: Sequence[TrainingRun]) -> st
             environment_section({evaluation.name: evaluation.report for evaluation in evaluations}),
         ]
     return page_template("compare.html.j2").render(
-        names=[each.name for each in (*evaluations, *runs)],
+        names=[one.name for one in (*evaluations, *runs)],
         headline=headline(ranks) if results else runs_headline(runs),
         is_proved=bool(results) and len({rank.winner for rank in ranks}) == 1 and ranks[0].winner is not None,
         standings=ranks,

@@ -5,7 +5,7 @@ Each rule is a pure function of a case that finds one cause, or None. Here are t
 
 from ..measurement.result import Timing
 from .acceptance_causes import ACCEPTANCE_RULES
-from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, length_of, tokens
+from .findings import LOW_ACCEPTANCE, Case, Finding, Rule, accepted_share, joint_rates, sortable_length, tokens
 from .one_result import interval_of, speedup_words
 
 LEAST_GAIN = 0.02  # expected gain by fewer drafts below which K is left alone
@@ -45,8 +45,8 @@ def too_many_drafts(case: Case) -> Finding | None:
         return None
     draft, verify, rest, base = times
     joint = joint_rates(result)
-    each = (draft + max(verify - base, 0.0)) / most
-    per_token = {k: (draft + verify + rest - (most - k) * each) / (1 + sum(joint[:k])) for k in range(1, most + 1)}
+    per_draft = (draft + max(verify - base, 0.0)) / most
+    per_token = {k: (draft + verify + rest - (most - k) * per_draft) / (1 + sum(joint[:k])) for k in range(1, most + 1)}
     best = min(per_token, key=lambda k: per_token[k])
     gain = per_token[most] / per_token[best] - 1
     if best == most or gain < LEAST_GAIN:
@@ -58,7 +58,7 @@ def too_many_drafts(case: Case) -> Finding | None:
     )
     figures = (
         f"position {most} adds {joint[-1]:.3f} tokens, worth {joint[-1] * per_token[most]:.2f} ms, and costs about "
-        f"{each:.2f} ms; --num-draft-tokens {best} would be up to {gain:.0%} faster"
+        f"{per_draft:.2f} ms; --num-draft-tokens {best} would be up to {gain:.0%} faster"
     )
     return Finding("K may be too large: late positions add little", advice, figures)
 
@@ -72,12 +72,12 @@ def tree_too_wide(case: Case) -> Finding | None:
     interval, chain_interval = interval_of(result), interval_of(chain)
     if interval is None or chain_interval is None or interval[1] >= chain_interval[0]:
         return None
-    if length_of(result) <= length_of(chain):
+    if sortable_length(result) <= sortable_length(chain):
         return None
     ours, theirs = (
-        f"{tokens(each)}, drafts {each.timing.draft_ms:.2f} ms, verifies {each.timing.verify_ms:.2f} ms, "
-        f"speedup {speedup_words(each)}"
-        for each in (result, chain)
+        f"{tokens(one)}, drafts {one.timing.draft_ms:.2f} ms, verifies {one.timing.verify_ms:.2f} ms, "
+        f"speedup {speedup_words(one)}"
+        for one in (result, chain)
     )
     advice = "The tree is accepted more than the chain, but is slower. Draft the chain, or fewer --tree-nodes."
     return Finding("The tree costs more than it saves", advice, f"{ours}; the chain {theirs}")

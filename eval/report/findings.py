@@ -8,7 +8,7 @@ from operator import attrgetter, mul
 
 from ..measurement.environment import TargetInfo
 from ..measurement.metrics import AcceptancePart
-from ..measurement.result import Result, TrainingRecord
+from ..measurement.result import RecordedTraining, Result
 
 LOW_ACCEPTANCE = 0.5  # share of drafted positions that are accepted, below which acceptance counts as low
 LEAST_FALL = 0.1  # relative differences of acceptance_length below it are not worth a finding
@@ -33,9 +33,9 @@ class Case:
     target: TargetInfo | None = None
 
     @property
-    def trained(self) -> TrainingRecord:
+    def trained(self) -> RecordedTraining:
         """The record of the head's training; empty where there is none."""
-        return self.result.trained or TrainingRecord({})
+        return self.result.trained or RecordedTraining({})
 
     @property
     def alike(self) -> list[Result]:
@@ -82,7 +82,7 @@ def merged(parts: Sequence[Accepted]) -> AcceptancePart | None:
     if not total:
         return None
     counts = zip(*([part.num_rounds * share for share in [1.0, *joint_rates(part)]] for part in parts), strict=True)
-    reached = [sum(each) for each in counts]  # by k, rounds in which at least k drafts were accepted
+    reached = [sum(at_depth) for at_depth in counts]  # by k, rounds in which at least k drafts were accepted
     rates = [taken / tried if tried else None for tried, taken in zip(reached, reached[1:], strict=False)]
     return AcceptancePart(total, sum(part.num_rounds * (part.acceptance_length or 0) for part in parts) / total, rates)
 
@@ -112,10 +112,10 @@ def validated(case: Case) -> AcceptancePart | None:
     """
     validation = case.trained.validation
     parts = (validation, validation.decoded) if validation else ()
-    return min((part for part in parts if part and part.acceptance_length), key=length_of, default=None)
+    return min((part for part in parts if part and part.acceptance_length), key=sortable_length, default=None)
 
 
-def length_of(part: Accepted) -> float:
+def sortable_length(part: Accepted) -> float:
     """An acceptance_length, to sort by."""
     return part.acceptance_length or 0.0
 

@@ -107,7 +107,7 @@ def interval_as_chosen(part: Result, num_choices: int) -> Interval | None:
     known."""
     if num_choices == 1 or len(part.observations) < 2:
         return interval_of(part)
-    baseline, drafted = zip(*((each.baseline_seconds, each.seconds) for each in part.observations), strict=True)
+    baseline, drafted = zip(*((seen.baseline_seconds, seen.seconds) for seen in part.observations), strict=True)
     low, high = ratio_and_interval(baseline, drafted, num_choices=num_choices)[1]
     return None if low is None or high is None else (low, high)
 
@@ -146,14 +146,14 @@ def rests_on_loops(result: Result) -> bool:
 
 def loop_words(result: Result) -> str:
     """How many texts loop, and what the others give; empty where none does."""
-    without, found = result.without_loops, result.repetition
+    without, repetition = result.without_loops, result.repetition
     if without is None:
         return ""
     left = f"without these {speedup_words(without)}, {number(without.acceptance_length)} tokens per forward"
     if without.speedup is None:
         left = f"no {'prompt' if result.batch_size == 1 else 'batch'} without these was timed"
-    whole = len(found.texts)
-    return f"{found.num_looping} of {counted_words(whole, 'text')} repeat more than half of their 4-grams; {left}"
+    whole = len(repetition.texts)
+    return f"{repetition.num_looping} of {counted_words(whole, 'text')} repeat more than half of their 4-grams; {left}"
 
 
 def is_doubtful(result: Result) -> bool:
@@ -163,14 +163,14 @@ def is_doubtful(result: Result) -> bool:
 
 def disturbance_words(result: Result) -> str:
     """What disturbed a result; empty where nothing did."""
-    found, medians = result.disturbance, result.step_medians
+    noise, medians = result.disturbance, result.step_medians
     words = []
-    if found.num_disturbed:
+    if noise.num_disturbed:
         share = (
-            "" if found.others_share is None else f"; other processes used {found.others_share:.0%} of the processor"
+            "" if noise.others_share is None else f"; other processes used {noise.others_share:.0%} of the processor"
         )
         words.append(
-            f"{found.num_disturbed} of {found.num_passes} passes disturbed ({', '.join(found.reasons)}{share})"
+            f"{noise.num_disturbed} of {noise.num_passes} passes disturbed ({', '.join(noise.reasons)}{share})"
         )
     if medians.is_impossible:
         words.append(

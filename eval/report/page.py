@@ -14,7 +14,7 @@ from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
 from .one_result import grouped, label, speedup_words
-from .recommendation import best_of, lossless_evidence, recommend
+from .recommendation import best_deployable, lossless_evidence, recommend
 from .sections import Table, cell, name_of
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
@@ -70,7 +70,7 @@ def where_table(ours: Sequence[Result]) -> Table | None:
     """The best setting for each kind of traffic; None if there is only one kind."""
     rows = []
     for (suite, size), results in grouped(ours, lambda result: (result.suite, result.batch_size)).items():
-        best = best_of(results)
+        best = best_deployable(results)
         setting, speedup = (name_of(best), speedup_words(best)) if best else ("no drafts", "-")
         rows.append([suite, setting, str(size), speedup])
     columns = ["suite", "what to run", "batch", "speedup [95 %]"]

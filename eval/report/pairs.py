@@ -35,18 +35,18 @@ class Pair:
 
 def pair_of(setting: Result, other: Result) -> Pair | None:
     """None unless both were timed on two or more of the same prompts."""
-    of_other = {tuple(each.prompts): each for each in other.observations}
-    both = [(each, of_other[key]) for each in setting.observations if (key := tuple(each.prompts)) in of_other]
+    of_other = {tuple(seen.prompts): seen for seen in other.observations}
+    both = [(seen, of_other[key]) for seen in setting.observations if (key := tuple(seen.prompts)) in of_other]
     if len(both) < 2:
         return None
     ours, theirs = zip(*both, strict=True)
     speed, speed_interval = relative_and_interval(
-        ([each.baseline_seconds for each in ours], [each.seconds for each in ours]),
-        ([each.baseline_seconds for each in theirs], [each.seconds for each in theirs]),
+        ([seen.baseline_seconds for seen in ours], [seen.seconds for seen in ours]),
+        ([seen.baseline_seconds for seen in theirs], [seen.seconds for seen in theirs]),
     )
     length, length_interval = relative_and_interval(
-        ([each.num_committed for each in ours], [each.num_rounds for each in ours]),
-        ([each.num_committed for each in theirs], [each.num_rounds for each in theirs]),
+        ([seen.num_committed for seen in ours], [seen.num_rounds for seen in ours]),
+        ([seen.num_committed for seen in theirs], [seen.num_rounds for seen in theirs]),
     )
     return Pair(setting, other, len(both), speed, speed_interval, length, length_interval)
 

@@ -54,11 +54,11 @@ class Recommendation:
 def recommend(results: Sequence[Result]) -> Recommendation:
     """What to deploy of all results that are over the same engine without drafts."""
     ours = [result for result in results if not result.is_beside]
-    best = best_of(ours)
+    best = best_deployable(ours)
     return refusal(ours) if best is None else approval(best, ours)
 
 
-def best_of(results: Sequence[Result]) -> Result | None:
+def best_deployable(results: Sequence[Result]) -> Result | None:
     """The deployable setting with the highest lower end of its interval; None if there is none.
 
     That it is one of several is allowed for: an interval that is chosen for its lower end is wrong more often than one

@@ -167,9 +167,9 @@ def load_named(
     named, suites = SUITES[spec.name], []
     for name, rows in suite_rows(spec, Path(folder)):
         pairs = ((origin, named.to_prompt(row, origin)) for origin, row in rows)
-        kept = ((origin, row) for origin, row in pairs if row is not None)
+        readable = ((origin, row) for origin, row in pairs if row is not None)
         asked = {"max_new_tokens": max_new_tokens, "limit": limit, "chat": chat}
-        suites.append(build_suite(name, kept, target, **asked, version=named.version))
+        suites.append(build_suite(name, readable, target, **asked, version=named.version))
     return suites
 
 

@@ -104,7 +104,7 @@ class Suite:
 
     def filled(self, batch_size: int) -> "Suite":
         """The suite with prompts repeated until the last batch is full."""
-        indices = filled(len(self.prompts), batch_size)
+        indices = full_batches(len(self.prompts), batch_size)
         return replace(self.subset(indices), num_repeated=len(indices) - len(self.prompts))
 
     @property
@@ -140,7 +140,7 @@ def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
     """
     levels = [0] * len(candidates)
     while True:
-        names = [each[level] for each, level in zip(candidates, levels, strict=True)]
+        names = [names_by_level[level] for names_by_level, level in zip(candidates, levels, strict=True)]
         alike = [i for i, name in enumerate(names) if names.count(name) > 1]
         if not alike:
             return names
@@ -159,7 +159,7 @@ def file_names(path: str | Path) -> list[str]:
     return [name.split(".")[0], name, *longer, str(place)]
 
 
-def filled(count: int, batch_size: int) -> list[int]:
+def full_batches(count: int, batch_size: int) -> list[int]:
     """The indices of `count` rows, then again from the first until the last batch is full."""
     return [i % count for i in range(-(-count // batch_size) * batch_size)]
 

@@ -114,7 +114,7 @@ def expanded(suite: Suite, talks: dict[int, Talk]) -> Suite:
     """The suite with the prompts of these chats' turns in place of the chats, all numbered anew."""
     prompts, sources, failed = list[list[int]](), list[PromptSource](), list[FailedPrompt]()
     single = {source.number: (source, ids) for source, ids in zip(suite.sources, suite.prompts, strict=True)}
-    reasons = {each.prompt: each for each in suite.failed}
+    reasons = {prompt.prompt: prompt for prompt in suite.failed}
     number = 0
     for row in sorted({*single, *reasons, *talks}):
         talk = talks.get(row)

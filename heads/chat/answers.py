@@ -8,8 +8,8 @@ from .messages import Message
 
 def answer_text(tokens: Sequence[int], tokenizer: Any, ends: Collection[int]) -> str:
     """All that the target wrote, special tokens too; only the end token, if it is the last one, is left out."""
-    kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    return tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokens[:-1] if tokens and tokens[-1] in ends else tokens
+    return tokenizer.decode(list(text), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def answer_message(text: str, markers: tuple[str, str] | None) -> Message:

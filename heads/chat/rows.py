@@ -133,12 +133,12 @@ def check_variables(variables: Any, where: str) -> dict[str, Any]:
     wrong = next((name for name in variables if name in NOT_VARIABLES), None)
     if wrong is not None:
         raise BadInput(f"{where}: {wrong} is no variable of a chat template")
-    kept = {str(name): value for name, value in variables.items() if value is not None}
+    told = {str(name): value for name, value in variables.items() if value is not None}
     try:
-        date.fromisoformat(kept.get(DAY, STANDARD_DAY))
+        date.fromisoformat(told.get(DAY, STANDARD_DAY))
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{where}: {DAY} {kept[DAY]!r:.40}: expected a day, such as {STANDARD_DAY}") from error
-    return kept
+        raise BadInput(f"{where}: {DAY} {told[DAY]!r:.40}: expected a day, such as {STANDARD_DAY}") from error
+    return told
 
 
 def variables_in(text: str, where: str) -> dict[str, Any]:

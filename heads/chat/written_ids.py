@@ -78,7 +78,7 @@ def ids_in_response(data: Mapping[str, Any]) -> AnswerIds | None:
     return AnswerIds(prompt, new) if is_whole and prompt and new else None
 
 
-def written(
+def written_sequences(
     row: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
@@ -97,7 +97,7 @@ def written(
     if entry is None:
         return []
     try:
-        sequences = [(each["input_ids"], [tuple(turn) for turn in each["turns"]]) for each in entry["sequences"]]
+        sequences = [(one["input_ids"], [tuple(turn) for turn in one["turns"]]) for one in entry["sequences"]]
         check_shape(sequences)
         theirs = entry.get("tokenizer")
     except (KeyError, TypeError, ValueError, AttributeError) as error:

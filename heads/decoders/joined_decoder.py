@@ -57,7 +57,7 @@ def decodes_joined(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Decoded(NamedTuple):
+class DecoderOutput(NamedTuple):
     """The result of a decoder's forward."""
 
     post_norm: Tensor  # [B, Q, D]
@@ -91,7 +91,7 @@ class JoinedDecoder:
         Args: weight: [V, D] of the output layer.
         """
         is_frozen = not any(parameter.requires_grad for parameter in layers.parameters())
-        return decodes_joined(weight.device) and is_frozen and is_known(layers, config, weight)
+        return decodes_joined(weight.device) and is_frozen and has_known_layers(layers, config, weight)
 
     def read(
         self,
@@ -102,7 +102,7 @@ class JoinedDecoder:
         *,
         wanted: set[int],
         is_round: bool = False,
-    ) -> Decoded:
+    ) -> DecoderOutput:
         """Read embedded tokens into the slots that `cache.seek` set.
 
         Args:
@@ -115,16 +115,16 @@ class JoinedDecoder:
             mask = mask.repeat(1, 1, groups, 1)
         written = cache.rows[:, None], self.kv_heads, cache.positions[:, None]
         shared = Shared(cos[:, None], sin[:, None], *written, mask)
-        kept = {}
+        entering = {}
         empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
         with nullcontext() if is_round else any_shape(x.device):
             for i, weights in enumerate(self.layers):
                 if i in wanted:
-                    kept[i] = x
+                    entering[i] = x
                 keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
                 layer = self._compiled if is_round and self.compiles else decoder_layer
                 x = layer(x, weights, keys, values, shared, self.sizes)
-        return Decoded(rms_norm(x, self.final_norm, self.sizes.eps), kept)
+        return DecoderOutput(rms_norm(x, self.final_norm, self.sizes.eps), entering)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
@@ -192,18 +192,18 @@ def weights_of(layer: Any) -> LayerWeights:
     biases = [module.bias for module in inputs]
     return LayerWeights(
         layer.input_layernorm.weight.detach(),
-        joined(*inputs),
+        stacked_weights(*inputs),
         None if biases[0] is None else torch.cat(biases).detach(),
         attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        joined(attention.o_proj),
+        stacked_weights(attention.o_proj),
         layer.post_attention_layernorm.weight.detach(),
-        joined(mlp.gate_proj, mlp.up_proj),
-        joined(mlp.down_proj),
+        stacked_weights(mlp.gate_proj, mlp.up_proj),
+        stacked_weights(mlp.down_proj),
     )
 
 
-def joined(*modules: nn.Linear) -> Tensor:
+def stacked_weights(*modules: nn.Linear) -> Tensor:
     """The modules' weights stacked by rows; the modules' own become views, so that no memory is duplicated."""
     if len(modules) == 1:
         return modules[0].weight.detach()
@@ -213,7 +213,7 @@ def joined(*modules: nn.Linear) -> Tensor:
     return whole
 
 
-def is_known(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
+def has_known_layers(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
     """Whether `decoder_layer` reproduces these layers. weight: [V, D] of the output layer, of the same dtype."""
     is_named = type(layers[0]).__name__ in KNOWN_LAYERS and config.hidden_act == "silu"
     return is_named and all(has_plain_products(layer, weight.dtype) for layer in layers)

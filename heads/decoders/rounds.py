@@ -18,7 +18,7 @@ from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_
 RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
 
-def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) -> str | None:
+def read_states(model: nn.Module, layers: nn.ModuleList, layer_caches: Sequence[Any]) -> str | None:
     """Let a model's recurrent layers read rounds with a `StateCache`; returns why they can not, if so.
 
     Their parts are found by the calls to the cache that their code makes, or by the attributes in which they keep their
@@ -27,20 +27,20 @@ def read_states(model: nn.Module, layers: nn.ModuleList, kept: Sequence[Any]) ->
     not of a known kind (see recurrences.py).
     """
     calls = RECURRENCES | {"update_conv_state"}
-    found: list[tuple[Any, Any]] = [
+    mixers: list[tuple[Any, Any]] = [
         (part.layer_idx, part) for part in model.modules() if hasattr(part, "layer_idx") and calls & calls_of(part)
     ]
     if passes_states(model):
-        found = list(enumerate(layers))
-    by_attributes = not found
+        mixers = list(enumerate(layers))
+    by_attributes = not mixers
     if by_attributes:  # the outermost part of each layer
         inside = {i: [part for part in layer.modules() if own_states(part)] for i, layer in enumerate(layers)}
-        found = [(i, parts[0]) for i, parts in inside.items() if parts]
-    for i, part in found:
+        mixers = [(i, parts[0]) for i, parts in inside.items() if parts]
+    for i, part in mixers:
         if not isinstance(vars(part).get("forward"), MethodType):
             stated = own_states(part) if by_attributes else []
             part.forward = MethodType(reading_rounds(part, i, stated), part)
-    unknown = sorted({i for i, layer in enumerate(kept) if keeps_states(layer)} - {i for i, _ in found})
+    unknown = sorted({i for i, layer in enumerate(layer_caches) if keeps_states(layer)} - {i for i, _ in mixers})
     return f"layer {unknown[0]} keeps states in an unknown way" if unknown else None
 
 
@@ -121,12 +121,12 @@ def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Call
             keep_current(layer, cache, i + 1 if cache.reads_round else 0)
         if not isinstance(parts[0], tuple):
             return torch.cat(parts, 1)
-        return tuple(map(joined, zip(*parts, strict=True)))
+        return tuple(map(joined_tokens, zip(*parts, strict=True)))
 
     return forward
 
 
-def joined(values: tuple[Any, ...]) -> Any:
+def joined_tokens(values: tuple[Any, ...]) -> Any:
     """What single tokens gave, [B, 1, ...] each, as of all tokens; of other values, as states, the last one."""
     is_by_token = isinstance(values[0], Tensor) and values[0].ndim > 1 and values[0].shape[1] == 1
     return torch.cat(values, 1) if is_by_token else values[-1]

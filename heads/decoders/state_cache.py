@@ -98,13 +98,13 @@ def kept_by_layers(config: Any) -> list[Any]:
 KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 
-def keeps_states(kept: Any) -> bool:
-    return isinstance(kept, LinearAttentionCacheLayerMixin)
+def keeps_states(layer_cache: Any) -> bool:
+    return isinstance(layer_cache, LinearAttentionCacheLayerMixin)
 
 
-def unknown_kind(kept: Sequence[Any]) -> str | None:
+def unknown_kind(layer_caches: Sequence[Any]) -> str | None:
     """The first layer that keeps something else than keys and values or states; None: there is none."""
-    for i, layer in enumerate(kept):
+    for i, layer in enumerate(layer_caches):
         is_plain = type(layer) in KNOWN_LAYERS or keeps_states(layer)
         if isinstance(layer, CacheLayerMixin) and not is_plain:
             return f"layer {i} keeps a {type(layer).__name__} of transformers, which is not known here"
@@ -121,7 +121,7 @@ class StateCache(SlotCache):
 
     def __init__(
         self,
-        kept: Sequence[Any],
+        layer_caches: Sequence[Any],
         *,
         max_length: int,
         num_rows: int,
@@ -130,13 +130,13 @@ class StateCache(SlotCache):
         continues_prompts: bool = True,
     ):
         """Args:
-        kept: see `kept_by_layers`. num_rows: B. width: the most tokens per row of a round.
+        layer_caches: see `kept_by_layers`. num_rows: B. width: the most tokens per row of a round.
         continues_prompts: whether the layers read many tokens behind a state at once; else one at a time.
         """
-        super().__init__(num_layers=len(kept), max_length=max_length)
-        self.kept, self.num_rows, self.width, self.continues_prompts = kept, num_rows, width, continues_prompts
+        super().__init__(num_layers=len(layer_caches), max_length=max_length)
+        self.kept, self.num_rows, self.width, self.continues_prompts = layer_caches, num_rows, width, continues_prompts
         self.alone: StateCache | None = None
-        for i, kind in enumerate(kept):
+        for i, kind in enumerate(layer_caches):
             if keeps_states(kind):
                 num_states, has_keys = kind.number_of_states, isinstance(kind, CacheLayerMixin)
                 self.layers[i] = StateSlotLayer(num_states, max_length) if has_keys else StateLayer(num_states)

@@ -14,15 +14,24 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ..nn.dflash2 import NUM_TAPS
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config, window_of, window_problems
+from .contracts import (
+    SIZES,
+    Contract,
+    llama_keys,
+    llama_layer_shapes,
+    sizes_of,
+    trained_config,
+    vllm_window,
+    window_problems,
+)
 from .folder import bare_embedding, write_config, write_tensors
 from .gguf_contract import (
     MASK_TOKEN,
+    check_target_layers,
     drafted_vocabulary,
-    feature_layers,
     flag,
     gguf_sizes,
-    head_size,
+    head_dim_of,
     layer_keys,
     layer_shapes,
 )
@@ -107,10 +116,10 @@ def contract_of(config: Mapping[str, Any]) -> Contract:
     llama_keys(config, contract, model_type="qwen3")
     sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers", "num_target_layers", "block_size"))
     flags(config, contract, is_dflash=is_dflash)
-    found = config.get("target_layer_ids")
-    ids: list[int] = found if isinstance(found, list) and all(type(i) is int for i in found) else []
+    listed = config.get("target_layer_ids")
+    ids: list[int] = listed if isinstance(listed, list) and all(type(i) is int for i in listed) else []
     if not ids or ids != sorted(set(ids)):
-        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {found!r}")
+        contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {listed!r}")
     if sizes is None or contract.problems:
         return contract
     token, last = config.get("mask_token_id"), sizes["num_target_layers"] - 1
@@ -165,7 +174,7 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
     """Report flags for which engines have other defaults."""
-    window, slots = window_of(config), config.get("block_size")
+    window, slots = vllm_window(config), config.get("block_size")
     contract.report("layer_types" not in config, "layer_types: missing; engines' defaults differ")
     is_narrow = type(window) is int and type(slots) is int and window < slots
     contract.report(is_narrow, f"sliding_window: {window}, expected at least the {slots} slots of a block")
@@ -189,15 +198,15 @@ def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> 
 def dflash2_keys(config: Mapping[str, Any], contract: Contract, *, hidden: int) -> None:
     """Report wrong sizes of DFlash2's parts."""
     for key in DFLASH2_KEYS:
-        found = config[key]
-        wrong = type(found) is not int or found < 1
+        count = config[key]
+        wrong = type(count) is not int or count < 1
         contract.report(
-            wrong, f"dflash_config.{key}: expected a count, found {found!r}: engines load no DFlash2 without"
+            wrong, f"dflash_config.{key}: expected a count, found {count!r}: engines load no DFlash2 without"
         )
         if key == "conv_kernel_size":
-            contract.report(not wrong and found != NUM_TAPS, f"dflash_config.{key}: {found}, expected {NUM_TAPS}")
+            contract.report(not wrong and count != NUM_TAPS, f"dflash_config.{key}: {count}, expected {NUM_TAPS}")
         if key == "conv_group_size" and not wrong:
-            contract.report(hidden % found != 0, f"dflash_config.{key}: {found} does not divide hidden_size {hidden}")
+            contract.report(hidden % count != 0, f"dflash_config.{key}: {count} does not divide hidden_size {hidden}")
 
 
 def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
@@ -230,7 +239,7 @@ def tensors_of(
         "norm.weight": (hidden,),
     }
     for i in range(sizes["num_hidden_layers"]):
-        shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=NORMS)
+        shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=NORMS)
         shapes |= {f"layers.{i}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     if config.get("architectures") == [DSPARK]:
         contract.report(not rank, "markov_rank: expected a count; engines load this class with a Markov head only")
@@ -283,7 +292,7 @@ def gguf_contract(file: GgufFile) -> Contract:
     rank = file.shapes.get("markov_w1.weight", (0, 0))[-1]
     contract = Contract(f"{'dspark' if rank else 'dflash'} (GGUF)")
     sizes = gguf_sizes(file, contract)
-    feature_layers(file, contract)
+    check_target_layers(file, contract)
     layer_keys(file, contract)
     flag(file, contract, "attention.causal", allowed=(False,))
     if rank:
@@ -295,7 +304,7 @@ def gguf_contract(file: GgufFile) -> Contract:
     contract.report(outside, f"{MASK_TOKEN}: {token!r}, expected 0 to {num_tokens - 1}")
     if sizes is None or contract.problems:
         return contract
-    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_size(file, sizes)
+    hidden, vocab, head_dim = sizes["embedding_length"], sizes["vocab_size"], head_dim_of(file, sizes)
     contract.shapes = {"fc.weight": (hidden, len(file.own("target_layers")) * hidden)}
     contract.shapes["enc.output_norm.weight"] = (hidden,)
     for i in range(sizes["block_count"]):
@@ -313,17 +322,17 @@ def gguf_contract(file: GgufFile) -> Contract:
 
 def gguf_dflash2(file: GgufFile, sizes: Mapping[str, int], contract: Contract) -> None:
     """Add the convolutions and the selector of DFlash2."""
-    found = {key: file.own(key) for key in DFLASH2_KEYS}
-    wrong = [key for key, value in found.items() if type(value) is not int]
+    counts = {key: file.own(key) for key in DFLASH2_KEYS}
+    wrong = [key for key, value in counts.items() if type(value) is not int]
     if wrong:
-        contract.problems += [f"dflash.{key}: expected a count, found {found[key]!r}" for key in wrong]
+        contract.problems += [f"dflash.{key}: expected a count, found {counts[key]!r}" for key in wrong]
         return
-    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], found["selector_rank"], NUM_TAPS
+    hidden, vocab, rank, taps = sizes["embedding_length"], sizes["vocab_size"], counts["selector_rank"], NUM_TAPS
     codebooks = dict.fromkeys(("selector_predecessor.weight", "selector_successor.weight"), (vocab, rank))
     contract.shapes |= {**codebooks, "selector_hidden.weight": (rank, hidden)}
     for place in (f"blk.{i}.{kind}_conv" for i in range(sizes["block_count"]) for kind in ("attn", "ffn")):
         contract.shapes[f"{place}_base"] = (2, taps, hidden)
-        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // found["conv_group_size"], hidden)
+        contract.shapes[f"{place}_proj.weight"] = (2 * taps * hidden // counts["conv_group_size"], hidden)
 
 
 class BlockServing(Serving):

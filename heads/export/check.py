@@ -51,11 +51,11 @@ def check_export(path: str | Path, *, to: str = "") -> Checked:
     if path.suffix == ".gguf":
         return Checked(*check_file(path))
     files = sorted(path.glob("*.gguf"))
-    found = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
+    contract = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
     for file in files:
-        config = loads((path / "config.json").read_text()) if found.layout else None
-        found.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
-    return found
+        config = loads((path / "config.json").read_text()) if contract.layout else None
+        contract.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
+    return contract
 
 
 def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = "") -> Checked:
@@ -90,7 +90,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = ""
     word = None if for_llamacpp else switching_word(folder.absolute(), family)
     if word is not None:
         problems.append(f"the path has `{word}` in it: vLLM takes the head for another method")
-    problems += compared(contract, stored) + dtype_problems(contract, config, stored)
+    problems += shape_problems(contract, stored) + dtype_problems(contract, config, stored)
     return Checked(contract.layout, problems + value_problems(contract, stored, config))
 
 
@@ -121,15 +121,15 @@ def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
     return next((family for family in in_order if served[family].recognises(config, stored)), None)
 
 
-def compared(contract: Contract, stored: TensorFiles) -> list[str]:
+def shape_problems(contract: Contract, stored: TensorFiles) -> list[str]:
     """Tensors that are missing, of another shape, or should not be there."""
     if not contract.shapes or not stored.shapes:
         return []
-    found, is_ours = stored.shapes, contract.is_ours
+    shapes, is_ours = stored.shapes, contract.is_ours
     if is_ours is not None:  # without the target's own tensors
-        found = {name: found[name] for name in found if name in contract.shapes or is_ours(name)}
+        shapes = {name: shapes[name] for name in shapes if name in contract.shapes or is_ours(name)}
     outcome = "; engines would use uninitialised memory"
-    return contract.compare(found, unknown="the layout has no such tensor", outcome=outcome)
+    return contract.compare(shapes, unknown="the layout has no such tensor", outcome=outcome)
 
 
 def dtype_problems(contract: Contract, config: dict[str, Any], stored: TensorFiles) -> list[str]:

@@ -41,7 +41,7 @@ class Contract:
         """Add a problem if a config key has another value."""
         self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
-    def compare(self, found: Shapes, *, unknown: str, outcome: str = "") -> list[str]:
+    def compare(self, shapes: Shapes, *, unknown: str, outcome: str = "") -> list[str]:
         """The problems of a folder with tensors of these shapes: missing ones, other shapes, tensors too many.
 
         Args: unknown: why a tensor must not be there that `forbidden` does not name. outcome: of a missing one.
@@ -49,9 +49,9 @@ class Contract:
         problems = [
             f"tensor {name}: missing, expected {list(shape)}{outcome}"
             for name, shape in self.shapes.items()
-            if name not in found
+            if name not in shapes
         ]
-        for name, shape in found.items():
+        for name, shape in shapes.items():
             wanted = self.shapes.get(name, self.optional.get(name))
             if wanted is None:
                 problems.append(f"tensor {name}: must not be there: {self.forbidden.get(name, unknown)}")
@@ -63,10 +63,10 @@ class Contract:
 
 def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Iterable[str] = SIZES) -> dict[str, int] | None:
     """The counts that determine shapes; None, with the problem reported, if one is missing."""
-    found: dict[str, Any] = {key: config.get(key) for key in keys}
-    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
-    contract.problems += [f"{key}: expected a count, found {found[key]!r}" for key in wrong]
-    return None if wrong else found
+    sizes: dict[str, Any] = {key: config.get(key) for key in keys}
+    wrong = [key for key, value in sizes.items() if type(value) is not int or value < 1]
+    contract.problems += [f"{key}: expected a count, found {sizes[key]!r}" for key in wrong]
+    return None if wrong else sizes
 
 
 def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return config.get(PROVENANCE, config.get("headstart", {})).get("head", {})
 
 
-def decoder_layer(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
+def llama_layer_shapes(place: str, sizes: Mapping[str, int], *, in_size: int, norms: Iterable[str]) -> Shapes:
     """Tensor shapes of a Llama layer without biases, whose attention reads in_size channels."""
     hidden, inner, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     wide, narrow = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
@@ -113,7 +113,7 @@ def llama_keys(config: Mapping[str, Any], contract: Contract, *, model_type: str
         contract.report(key in rope or key in scaling or key in config, f"{key}: {why}")
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
+def vllm_window(config: Mapping[str, Any]) -> int | None:
     """The window that vLLM reads, in tokens; None: it sees all positions."""
     layer = config.get("transformer_layer_config") or config
     return layer.get("sliding_window") if SLIDING in (layer.get("layer_types") or ()) else None
@@ -126,7 +126,7 @@ def window_problems(config: Mapping[str, Any], *, in_sglang: str, to: str) -> li
     is false. Source: the code of both (llama.py, llama_eagle3.py, qwen3_dflash.py, flash_attn.py; dflash.py), not run.
     """
     layer, problems = config.get("transformer_layer_config") or config, list[str]()
-    kinds, window, read = layer.get("layer_types"), layer.get("sliding_window"), window_of(config)
+    kinds, window, read = layer.get("layer_types"), layer.get("sliding_window"), vllm_window(config)
     num_layers = layer.get("num_hidden_layers")
     if kinds not in (None, [FULL] * (num_layers or 0), [SLIDING] * (num_layers or 0)):
         problems.append(f"layer_types: {kinds}: expected one kind, {FULL} or {SLIDING}, for all {num_layers} layers")

@@ -58,8 +58,8 @@ def contract_of(folder: Path, config: Mapping[str, Any], stored: TensorFiles) ->
     contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
     outside = token is not None and (type(token) is not int or not 0 <= token < size)
     contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
-    found, own = config.get("architectures"), [type(model).__name__]
-    contract.report(found != own, f"architectures: found {found}, expected {own}")
+    architectures, own = config.get("architectures"), [type(model).__name__]
+    contract.report(architectures != own, f"architectures: found {architectures}, expected {own}")
     tied = (
         set(getattr(model, "all_tied_weights_keys", {}))
         if getattr(made.get_text_config(), "tie_word_embeddings", False)

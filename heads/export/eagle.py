@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config
+from .contracts import SIZES, Contract, llama_keys, llama_layer_shapes, sizes_of, trained_config
 from .folder import (
     BARE_EMBEDDING,
     SCALE,
@@ -68,7 +68,7 @@ def contract_of(config: Mapping[str, Any]) -> Contract:
     contract.shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
     for i in range(sizes["num_hidden_layers"]):
         norms = ["post_attention_layernorm"] if i == 0 else ["input_layernorm", "post_attention_layernorm"]
-        contract.shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=norms)
+        contract.shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=norms)
     contract.zero = [] if trained_config(config).get("bias") else ["fc.bias"]
     contract.forbidden = {
         "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",

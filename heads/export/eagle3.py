@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from .contracts import SIZES, Contract, decoder_layer, llama_keys, sizes_of, trained_config, window_problems
+from .contracts import SIZES, Contract, llama_keys, llama_layer_shapes, sizes_of, trained_config, window_problems
 from .folder import BARE_EMBEDDING, SCALE, bare_embedding, own_embedding, scale_key, write_config, write_tensors
-from .gguf_contract import drafted_vocabulary, feature_layers, flag, gguf_sizes, layer_keys, layer_shapes
+from .gguf_contract import check_target_layers, drafted_vocabulary, flag, gguf_sizes, layer_keys, layer_shapes
 from .gguf_file import GgufFile
 from .llamacpp import ROTATIONS, parallel_refusals, rotation_refusals
 from .serving import GgufLayout, HeadFolder, Serving
@@ -89,9 +89,9 @@ def plain(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     ids = config.get(FEATURE_IDS)
     if ids is not None or FEATURE_IDS in nested:
         wanted = [i - 1 for i in ids] if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
-        found = nested.get(FEATURE_IDS)
+        listed = nested.get(FEATURE_IDS)
         counted = f"expected {wanted}: SGLang counts outputs of layers, one less than vLLM's {ids}"
-        contract.report(found != wanted, f"eagle_config.{FEATURE_IDS}: {found}, {counted}")
+        contract.report(listed != wanted, f"eagle_config.{FEATURE_IDS}: {listed}, {counted}")
         contract.want(nested, "use_aux_hidden_state", True, "SGLang reads no features without it")
     if "norm_before_fc" in nested and bool(nested["norm_before_fc"]) != bool(config.get("norm_before_fc")):
         contract.problems.append("eagle_config.norm_before_fc: differs from norm_before_fc")
@@ -160,12 +160,12 @@ def tensors_of(
     place = "midlayer" if is_mid else "layers.0"
     contract.shapes = {
         "fc.weight": (hidden, num_features * (config.get("target_hidden_size") or hidden)),
-        **decoder_layer(place, sizes, in_size=2 * hidden, norms=norms),
+        **llama_layer_shapes(place, sizes, in_size=2 * hidden, norms=norms),
         "norm.weight": (hidden,),
         "lm_head.weight": (vocab, hidden),
     }
     for i in range(1, num_layers):
-        contract.shapes |= decoder_layer(f"layers.{i}", sizes, in_size=hidden, norms=norms)
+        contract.shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=norms)
         contract.equal.append((f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"))
     if config.get("fc_norm"):
         contract.shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(num_features)}
@@ -204,7 +204,7 @@ def gguf_contract(file: GgufFile) -> Contract:
     """EAGLE-3: fc, one layer that reads twice its width, output norm and output layer; d2t if the vocabulary is cut."""
     contract = Contract("eagle3 (GGUF)")
     sizes = gguf_sizes(file, contract)
-    feature_layers(file, contract, num_features=NUM_FEATURES)
+    check_target_layers(file, contract, num_features=NUM_FEATURES)
     for key in ("norm_before_residual", "norm_before_fc"):
         flag(file, contract, key, allowed=(True, False, None))
     layer_keys(file, contract, "rope.dimension_count")

@@ -60,11 +60,11 @@ def table_rows(head: HeadFolder, names: Sequence[str]) -> Tensor:
     if not Path(head.target).is_dir():
         raise BadInput(f"target {head.target}: no local folder; name one with --target: its {names[0]} is written in")
     where = tensor_locations(head.target)
-    found = next((name for name in names if name in where), None)
-    if found is None:
+    table = next((name for name in names if name in where), None)
+    if table is None:
         raise BadInput(f"target {head.target}: no tensor {names[0]} in it")
-    with safe_open(where[found], framework="pt") as opened:
-        rows = opened.get_tensor(found)
+    with safe_open(where[table], framework="pt") as opened:
+        rows = opened.get_tensor(table)
     return rows.to(next(value.dtype for value in head.tensors.values() if value.is_floating_point()))
 
 

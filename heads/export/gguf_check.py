@@ -28,7 +28,7 @@ def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str
     file = read_gguf(path)
     if file.problem:
         return None, [file.problem]
-    layouts = {name: each for serving in served_families().values() for name, each in serving.gguf.items()}
+    layouts = {name: layout for serving in served_families().values() for name, layout in serving.gguf.items()}
     layout = layouts.get(file.architecture)  # None: a whole language model
     contract = language_model(file) if layout is None else layout.contract(file)
     tokenizer(file, contract)
@@ -79,8 +79,8 @@ def tokenizer(file: GgufFile, contract: Contract) -> None:
 def tensor_problems(file: GgufFile, contract: Contract, *, is_head: bool) -> list[str]:
     """Tensors that are missing, of a wrong shape or type, forbidden, or hold NaN or infinite values."""
     problems = contract.compare(file.shapes, unknown="its graph has none") if contract.shapes else []
-    for name, found in file.shapes.items():
-        if len(found) == 1 and file.kinds[name] not in ("F32", "I64"):
+    for name, shape in file.shapes.items():
+        if len(shape) == 1 and file.kinds[name] not in ("F32", "I64"):
             problems.append(f"tensor {name}: of type {file.kinds[name]}, norms and biases are F32")
         is_ours = is_head or ".nextn." in name  # in a whole model, only the head's part
         num_bad = int((~np.isfinite(file.values(name))).sum()) if is_ours and name != "d2t" else 0

@@ -25,18 +25,18 @@ def vocab_size(file: GgufFile) -> int | None:
 
 def gguf_sizes(file: GgufFile, contract: Contract) -> dict[str, int] | None:
     """The counts that determine shapes; None, with the problem reported, if one is missing."""
-    found = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
-    for key, value in found.items():
+    sizes = {**{key: file.own(key) for key in SIZES}, "vocab_size": vocab_size(file)}
+    for key, value in sizes.items():
         whose = f"{file.architecture}.{key}: expected a count ({SIZES[key]}), found {value!r}"
         contract.report(type(value) is not int or value < 1, whose)
-    return None if contract.problems else found
+    return None if contract.problems else sizes
 
 
 def flag(file: GgufFile, contract: Contract, key: str, *, allowed: tuple[bool | None, ...]) -> None:
     """Check a boolean key; None among `allowed` means that it may be missing."""
-    found, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
-    known = found is None or type(found) is bool
-    contract.report(not known or found not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {found!r}")
+    given, wanted = file.own(key), " or ".join(str(value).lower() for value in allowed if value is not None)
+    known = given is None or type(given) is bool
+    contract.report(not known or given not in allowed, f"{file.architecture}.{key}: expected {wanted}, found {given!r}")
 
 
 def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:
@@ -46,14 +46,14 @@ def layer_keys(file: GgufFile, contract: Contract, *further: str) -> None:
         contract.report(not file.own(key), f"{file.architecture}.{key}: {default}")
 
 
-def head_size(file: GgufFile, sizes: Mapping[str, int]) -> int:
+def head_dim_of(file: GgufFile, sizes: Mapping[str, int]) -> int:
     """H, the head dimension."""
     return file.own("attention.key_length") or sizes["embedding_length"] // sizes["attention.head_count"]
 
 
 def layer_shapes(file: GgufFile, sizes: Mapping[str, int], contract: Contract, *, place: str, read: int) -> Shapes:
     """Shapes of a decoder layer whose attention reads `read` channels."""
-    hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_size(file, sizes)
+    hidden, inner, head_dim = sizes["embedding_length"], sizes["feed_forward_length"], head_dim_of(file, sizes)
     wide, narrow = (sizes[f"attention.{key}"] * head_dim for key in ("head_count", "head_count_kv"))
     turned, key = file.own("rope.dimension_count"), f"{file.architecture}.rope.dimension_count"
     if place == "blk.0":
@@ -79,7 +79,7 @@ def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contr
     contract.shapes["output_norm.weight"] = (hidden,)
     contract.optional |= {
         "token_embd.weight": (vocab, hidden),
-        "rope_freqs.weight": (head_size(file, sizes) // 2,),
+        "rope_freqs.weight": (head_dim_of(file, sizes) // 2,),
     }
     output = contract.shapes if "d2t" in file.shapes else contract.optional
     output["output.weight"] = (num_drafted, hidden)
@@ -90,7 +90,7 @@ def drafted_vocabulary(file: GgufFile, sizes: Mapping[str, int], contract: Contr
     return num_drafted
 
 
-def feature_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
+def check_target_layers(file: GgufFile, contract: Contract, *, num_features: int | None = None) -> None:
     """Check target_layers, which count inputs of layers: HF's hidden_states[i], as vLLM counts."""
     ids, key = file.own("target_layers"), f"{file.architecture}.target_layers"
     is_short = not isinstance(ids, list) or len(ids) != (num_features or len(ids) or 1)

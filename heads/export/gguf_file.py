@@ -51,31 +51,31 @@ def read_gguf(path: Path) -> GgufFile:
     """
     check_gguf(path)
     stat = path.stat()
-    return _read(path, stat.st_size, stat.st_mtime_ns)
+    return _read_gguf(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)  # the package takes seconds for a vocabulary, and a command asks for one file several times
-def _read(path: Path, size: int, mtime_ns: int) -> GgufFile:
+def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
     """size, mtime_ns: of the file as it is now, by which another one of the same name is read anew."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise BadInput(f"{path}: needs the package gguf (pip install gguf)") from error
-    found = GgufFile()
+    file = GgufFile()
     try:
         reader = GGUFReader(path)
     except Exception as error:  # a damaged file makes the reader raise errors of many kinds
-        found.problem = f"not a whole GGUF file: {first_line(error)}"
-        return found
+        file.problem = f"not a whole GGUF file: {first_line(error)}"
+        return file
     for key, entry in reader.fields.items():
         parts = [entry.parts[i] for i in entry.data]
         if entry.types and entry.types[-1].name == "STRING":
-            found.lengths[key] = len(parts)
-            found.keys[key] = bytes(parts[0]).decode(errors="replace") if len(entry.types) == 1 else None
+            file.lengths[key] = len(parts)
+            file.keys[key] = bytes(parts[0]).decode(errors="replace") if len(entry.types) == 1 else None
         else:
             values = [part[0].item() for part in parts]
-            found.keys[key] = values if entry.types and entry.types[0].name == "ARRAY" else next(iter(values), None)
+            file.keys[key] = values if entry.types and entry.types[0].name == "ARRAY" else next(iter(values), None)
     for tensor in reader.tensors:
-        found.stored[tensor.name], found.kinds[tensor.name] = tensor, tensor.tensor_type.name
-        found.shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
-    return found
+        file.stored[tensor.name], file.kinds[tensor.name] = tensor, tensor.tensor_type.name
+        file.shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
+    return file

@@ -67,11 +67,11 @@ class Conversion:
             return
         for command in self.commands(head, folder, name=name):
             try:
-                done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+                finished = subprocess.run(command, capture_output=True, text=True, errors="replace")
             except OSError as error:
                 raise BadInput(f"{command[0]}: {error.strerror}: LLAMA_CPP_PYTHON names the interpreter") from error
-            if done.returncode:
-                said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no error message"]
+            if finished.returncode:
+                said = [line.strip() for line in finished.stderr.splitlines() if line.strip()] or ["no error message"]
                 hint = ""
                 if "ModuleNotFoundError" in said[-1] or "ImportError" in said[-1]:
                     hint = " (install it, or name an interpreter that has it in LLAMA_CPP_PYTHON)"

@@ -53,7 +53,7 @@ def write_blocks(head: HeadFolder, folder: Path) -> None:
 
     Raises: BadInput if the draft vocabulary is cut, or output layers have a bias, which vLLM does not support.
     """
-    check_whole(head)
+    check_whole_vocabulary(head)
     tensors = {served_name(head, name): value for name, value in head.tensors.items()}
     is_shared = head.own["output"] == "shared"
     if is_shared:
@@ -69,7 +69,7 @@ def write_published(head: HeadFolder, folder: Path) -> None:
 
     Raises: BadInput if the draft vocabulary is cut.
     """
-    check_whole(head)
+    check_whole_vocabulary(head)
     tensors = dict(head.tensors)
     if head.own["output"] == "shared":
         rows, config = table_rows(head, OUTPUTS), head.config
@@ -81,7 +81,7 @@ def write_published(head: HeadFolder, folder: Path) -> None:
     carry_adapter(head, folder)
 
 
-def check_whole(head: HeadFolder) -> None:
+def check_whole_vocabulary(head: HeadFolder) -> None:
     """Raises BadInput if the draft vocabulary is cut."""
     size = head.own["draft_vocab_size"]
     if size is not None:
@@ -92,14 +92,14 @@ def check_whole(head: HeadFolder) -> None:
 
 def served_name(head: HeadFolder, name: str) -> str:
     """vLLM's name of a tensor. Raises BadInput on a bias of an output layer."""
-    found = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
-    if found:
-        k, j, kind = found.groups()
+    match = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
+    if match:
+        k, j, kind = match.groups()
         return f"blocks.{k}.layers.{j}.{kind}"
-    found = re.fullmatch(r"(\d+)\.\d+\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\.\d+\.weight", name)
+    if match is None:
         raise BadInput(f"head {head.path}: tensor {name}: vLLM's Medusa has no bias in its output layers")
-    return f"lm_heads.{found.group(1)}.weight"
+    return f"lm_heads.{match.group(1)}.weight"
 
 
 def carry_adapter(head: HeadFolder, folder: Path) -> None:
@@ -112,13 +112,13 @@ def carry_adapter(head: HeadFolder, folder: Path) -> None:
 
 def from_blocks(tensors: dict[str, Tensor], *, num_blocks: int) -> dict[str, Tensor]:
     """Rename tensors of either layout to FasterDecoding's names, which are ours; drop a shared output layer."""
-    found = {}
+    renamed = {}
     for name, value in tensors.items():
         name = re.sub(r"^medusa_heads?\.", "", name)
         name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
-        found[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_blocks}.", name)] = value
-    found.pop("lm_head.weight", None)
-    return found
+        renamed[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_blocks}.", name)] = value
+    renamed.pop("lm_head.weight", None)
+    return renamed
 
 
 def contract_of(config: Mapping[str, Any], names: Iterable[str]) -> Contract:

@@ -123,7 +123,7 @@ def contract_of(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
     """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
     inner = text_part(config)
     name = mtp_layout(stored.shapes) or "deepseek_v3"
-    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module, config))
+    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module_tensor, config))
     if why := unlike_ours(stored.shapes):
         contract.problems.append(f"not checked: {why}")
         return contract
@@ -159,13 +159,13 @@ def contract_of(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
 def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int, ...]]:
     """Names within the layer, and shapes, of the tensors of the target's last layer with full attention."""
     for i in reversed(range(num_layers)):
-        found = {
+        tensors = {
             key.split(f".layers.{i}.", 1)[1]: shape
             for key, shape in stored.shapes.items()
             if f".layers.{i}." in key and not key.startswith("mtp.")
         }
-        if any(key.startswith("self_attn.") for key in found):
-            return joined_experts(found)
+        if any(key.startswith("self_attn.") for key in tensors):
+            return joined_experts(tensors)
     return {}
 
 
@@ -173,11 +173,11 @@ def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     """A layer's shapes with all experts in one tensor, as transformers keeps them, however the checkpoint does."""
     joined: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-        if found is None:
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
             joined[name] = shape
             continue
-        stem, number, kind = found.groups()
+        stem, number, kind = match.groups()
         if kind != "up":  # as large as its gate
             whole = f"{stem}.{'down' if kind == 'down' else 'gate_up'}_proj"
             num_experts = max(joined.get(whole, (0,))[0], int(number) + 1)
@@ -185,11 +185,11 @@ def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     return joined
 
 
-def is_module(config: Mapping[str, Any], name: str) -> bool:
+def is_module_tensor(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP module."""
     num_layers = text_part(config).get("num_hidden_layers", 0)
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    behind = found is not None and not name.startswith("mtp.") and int(found.group(1)) >= num_layers
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    behind = match is not None and not name.startswith("mtp.") and int(match.group(1)) >= num_layers
     return behind or name.startswith("mtp.") or ".mtp_layers." in name
 
 

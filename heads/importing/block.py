@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
-from ..block import BlockConfig
+from ..block_network import BlockConfig
 from ..export.block import DFLASH, DFLASH2
 from ..export.tensor_files import TensorFiles
 from ..nn.dflash2 import NUM_TAPS
@@ -76,19 +76,19 @@ def plain_config(config: TypedKeys) -> TypedKeys:
     The speculators library counts inputs of layers, and keeps the layers' keys in a nested config.
     """
     layer, nested = config.inner("transformer_layer_config"), config.inner("dflash_config")
-    found = {**layer.values, **{key: nested.values[key] for key in NESTED if key in nested.values}, **config.values}
+    plain = {**layer.values, **{key: nested.values[key] for key in NESTED if key in nested.values}, **config.values}
     ids = config.read("aux_hidden_state_layer_ids", list[int])
     if ids is not None:
-        found["target_layer_ids"] = [i - 1 for i in ids]
+        plain["target_layer_ids"] = [i - 1 for i in ids]
     is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ([DFLASH], [DFLASH2])
-    found.setdefault("sample_from_anchor", is_dspark and not layer.values)
-    if nested.read("use_swa", bool) and found.get("layer_types") is None:  # vLLM: all layers, without causality
-        found |= {"layer_types": ["sliding_attention"], "causal": False}
-        found["sliding_window"] = nested.read("swa_window_size", int) or found.get("sliding_window")
-    all_see = TypedKeys(found, config.where).read("sliding_window_non_causal", bool)
-    flags = nested.read("causal", bool), TypedKeys(found, config.where).read("is_causal", bool)
-    flags = *flags, None if all_see is None else not all_see, found.get("causal")
-    kinds = TypedKeys(found, config.where).read("layer_types", list[str]) or ()
+    plain.setdefault("sample_from_anchor", is_dspark and not layer.values)
+    if nested.read("use_swa", bool) and plain.get("layer_types") is None:  # vLLM: all layers, without causality
+        plain |= {"layer_types": ["sliding_attention"], "causal": False}
+        plain["sliding_window"] = nested.read("swa_window_size", int) or plain.get("sliding_window")
+    all_see = TypedKeys(plain, config.where).read("sliding_window_non_causal", bool)
+    flags = nested.read("causal", bool), TypedKeys(plain, config.where).read("is_causal", bool)
+    flags = *flags, None if all_see is None else not all_see, plain.get("causal")
+    kinds = TypedKeys(plain, config.where).read("layer_types", list[str]) or ()
     is_sliding = "sliding_attention" in kinds  # then causal is what engines take for granted
-    found["causal"] = next((flag for flag in flags if flag is not None), is_sliding)
-    return TypedKeys(found, config.where)
+    plain["causal"] = next((flag for flag in flags if flag is not None), is_sliding)
+    return TypedKeys(plain, config.where)

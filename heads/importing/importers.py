@@ -114,7 +114,7 @@ def naming(folder: str | Path) -> Iterator[None]:
         raise BadInput(str(error) if known else f"head {folder}: {error}") from error
 
 
-def record_of(folder: str | Path) -> HeadRecord:
+def read_import_record(folder: str | Path) -> HeadRecord:
     """The record that our export wrote, else one with only the family. Raises BadInput as `import_head`."""
     folder = local_folder(folder)
     config, stored = read_all(folder)
@@ -179,16 +179,16 @@ def feature_layers(config: TypedKeys, layer: TypedKeys, tensors: Tensors, target
     """
     num = tensors["fc.weight"].shape[1] // target.hidden_size if "fc.weight" in tensors else 3
     key = "eagle_aux_hidden_state_layer_ids"
-    found = config.read(key, list[int]) or layer.read(key, list[int])
-    if found is None and (nested := config.inner("eagle_config").read(key, list[int])) is not None:
-        found = [i + 1 for i in nested]
-    if found is None:
-        found = [2, target.num_layers // 2, target.num_layers - 3]
-    if len(found) == num + 1 and found[-1] == target.num_layers:  # the final state, listed for labels, not a feature
-        found = found[:-1]
-    if len(found) != num:
-        raise BadInput(f"{key}: {found} for the {num} features that fc.weight reads")
-    return list(found)
+    layers = config.read(key, list[int]) or layer.read(key, list[int])
+    if layers is None and (nested := config.inner("eagle_config").read(key, list[int])) is not None:
+        layers = [i + 1 for i in nested]
+    if layers is None:
+        layers = [2, target.num_layers // 2, target.num_layers - 3]
+    if len(layers) == num + 1 and layers[-1] == target.num_layers:  # the final state, listed for labels, not a feature
+        layers = layers[:-1]
+    if len(layers) != num:
+        raise BadInput(f"{key}: {layers} for the {num} features that fc.weight reads")
+    return list(layers)
 
 
 def import_eagle(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
@@ -223,11 +223,11 @@ def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> Non
 def import_medusa(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
     raw = {name: stored.read(name) for name in stored.files}
     blocks = [
-        found for name in raw if (found := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
+        match for name in raw if (match := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
     ]
     if "token_map" in raw or not blocks:
         raise BadInput("a truncated Medusa vocabulary is not supported" if blocks else "no Medusa block in it")
-    numbers = [[int(part) for part in found.groups() if part is not None] for found in blocks]
+    numbers = [[int(part) for part in match.groups() if part is not None] for match in blocks]
     num_depths, num_blocks = 1 + max(k for k, _ in numbers), 1 + max(j for _, j in numbers)
     tensors = from_blocks(raw, num_blocks=num_blocks)
     outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]

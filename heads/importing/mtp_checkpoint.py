@@ -88,8 +88,8 @@ UNLIKE = {
 def mtp_layout(names: Iterable[str]) -> str | None:
     """The layout of the MTP modules among tensors of these names; None if there are none that we know."""
     names = list(names)
-    found = (key for key, layout in LAYOUTS.items() if any(layout.mark in name for name in names))
-    return None if unlike_ours(names) else next(found, None)
+    matching = (key for key, layout in LAYOUTS.items() if any(layout.mark in name for name in names))
+    return None if unlike_ours(names) else next(matching, None)
 
 
 def unlike_ours(names: Iterable[str]) -> str | None:
@@ -107,9 +107,9 @@ def check_modules(folder: str | Path, layout: str) -> None:
     if not Path(folder).is_dir():
         raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
     names = tensor_locations(folder)
-    found = mtp_layout(names)
-    if found != layout:
-        why = unlike_ours(names) or (f"its MTP modules are of layout {found}" if found else "it has no MTP modules")
+    own = mtp_layout(names)
+    if own != layout:
+        why = unlike_ours(names) or (f"its MTP modules are of layout {own}" if own else "it has no MTP modules")
         raise BadInput(f"head.init checkpoint, head.layout {layout}: {folder}: {why}")
 
 
@@ -122,7 +122,7 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
     wanted = {name: value.detach().clone() for name, value in state.items()}
     where = tensor_locations(folder)
     for name, view in views_on_disk(wanted, where).items():
-        view.copy_(_read(folder, where, name, view.shape))
+        view.copy_(_read_tensor(folder, where, name, view.shape))
     return wanted
 
 
@@ -139,7 +139,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
     before = tensor_locations(folder)
     new = views_on_disk(state, before)
     for name, value in new.items():
-        _read(folder, before, name, value.shape)
+        _read_tensor(folder, before, name, value.shape)
     changed = {before[name].name for name in new}
     shutil.copytree(folder, output_folder, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
     for file in changed:
@@ -157,14 +157,14 @@ def tensor_locations(folder: str | Path) -> dict[str, Path]:
     """The safetensors file of each tensor in a checkpoint folder. Raises BadInput if a file cannot be read."""
     index = Path(folder, "model.safetensors.index.json")
     names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
-    found: dict[str, Path] = {}
+    locations: dict[str, Path] = {}
     for file in sorted(names):
         try:
             with safe_open(Path(folder, file), framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), Path(folder, file)))
+                locations.update(dict.fromkeys(opened.keys(), Path(folder, file)))
         except (OSError, SafetensorError) as error:
             raise BadInput(f"{Path(folder, file)}: {first_line(error)}") from error
-    return found
+    return locations
 
 
 def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
@@ -172,18 +172,18 @@ def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str,
     checkpoints store one tensor per expert."""
     views: dict[str, Tensor] = {}
     for name, value in state.items():
-        found = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
-        if found is None:
+        match = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
+        if match is None:
             views[name] = value
             continue
-        stem, kind = found.groups()
+        stem, kind = match.groups()
         for i, expert in enumerate(value):
             parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
             views |= {f"{stem}.{i}.{part}_proj.weight": view for part, view in parts}
     return views
 
 
-def _read(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
+def _read_tensor(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
     if name not in where:
         raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module")
     with safe_open(where[name], framework="pt") as opened:

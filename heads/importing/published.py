@@ -63,11 +63,11 @@ def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     """
     ours = llama_config(target.config).to_dict()
     read = {**{key: config.count(key) for key in COUNTS}, "rms_norm_eps": config.read("rms_norm_eps", float)}
-    found: dict[str, Any] = {key: value for key, value in read.items() if value is not None}
-    heads = found.get("num_attention_heads", ours["num_attention_heads"])
-    found.setdefault("num_key_value_heads", heads if "num_attention_heads" in found else ours["num_key_value_heads"])
-    found["head_dim"] = config.count("head_dim") or ours["hidden_size"] // heads
-    found["rope_parameters"] = rotary_of(config)
+    own: dict[str, Any] = {key: value for key, value in read.items() if value is not None}
+    heads = own.get("num_attention_heads", ours["num_attention_heads"])
+    own.setdefault("num_key_value_heads", heads if "num_attention_heads" in own else ours["num_key_value_heads"])
+    own["head_dim"] = config.count("head_dim") or ours["hidden_size"] // heads
+    own["rope_parameters"] = rotary_of(config)
     names = {key: (config.read(key, str), kind) for key, kind in (("model_type", "llama"), ("hidden_act", "silu"))}
     problems = [f"{key} {name}: expected {kind}" for key, (name, kind) in names.items() if (name or kind) != kind]
     problems += [f"{key}: expected none" for key in ("attention_bias", "mlp_bias") if config.read(key, bool)]
@@ -79,7 +79,7 @@ def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     problems += [f"{key} {other}: {target.name} has {size}" for key, other in sizes.items() if (other or size) != size]
     if problems:
         raise BadInput(problems[0])
-    return {key: value for key, value in found.items() if not same(value, ours[key])}
+    return {key: value for key, value in own.items() if not same(value, ours[key])}
 
 
 def window_of(config: TypedKeys) -> int | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..nn.sight import Block, behind_window, blocks_of
-from .chunked import Plan, plan_gaps, plan_rows
+from .chunked import ChunkPlan, plan_gaps, plan_rows
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ChainStarts:
         oldest = torch.where(self.valid[..., 0], self.positions, self.positions.amax()).amin(0)  # [S]
         return behind_window(self.blocks, oldest.tolist(), window)
 
-    def plan(self, num_positions: int, *, size: int) -> Plan:
+    def plan(self, num_positions: int, *, size: int) -> ChunkPlan:
         """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.
 
         Depth k of the chain that starts at t is scored at position t + 1 + k. Rows are flattened: chain s of row b is
@@ -119,18 +119,18 @@ def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -
     if most >= is_start.shape[1] and narrow_share == 0:
         return starts
     order = torch.rand(is_start.shape, device=is_start.device).masked_fill(~is_start, 2.0)
-    kept = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
-    positions, valid = starts.positions.gather(1, kept), starts.valid[torch.arange(len(kept))[:, None], kept]
+    drawn = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
+    positions, valid = starts.positions.gather(1, drawn), starts.valid[torch.arange(len(drawn))[:, None], drawn]
     if narrow_share == 0:
         return ChainStarts(positions, valid, has_gaps=True)
-    narrow = torch.rand(kept.shape, device=kept.device) < narrow_share
-    widths = torch.randint(1, num_depths + 1, kept.shape, device=kept.device)
+    narrow = torch.rand(drawn.shape, device=drawn.device) < narrow_share
+    widths = torch.randint(1, num_depths + 1, drawn.shape, device=drawn.device)
     widths = torch.where(narrow, widths, num_depths)
-    valid = valid & (torch.arange(num_depths, device=kept.device) < widths[..., None])
+    valid = valid & (torch.arange(num_depths, device=drawn.device) < widths[..., None])
     return ChainStarts(positions, valid, widths, has_gaps=True)
 
 
-def accepted_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
+def expected_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
     """[K, N] each depth's share in the expected number of accepted drafts (D-PACE, arXiv 2605.18810).
 
     With q_k the draft's probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over

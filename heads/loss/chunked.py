@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,16 @@ CHUNK_ELSEWHERE, MOST_CHUNK = 2**28, 2**31
 BYTES_PER_CHUNK = 20e9  # of GPU memory per CHUNK_ELSEWHERE logits, which take 1.4 GB
 
 
+class DepthRows(NamedTuple):
+    """What one depth scores in a chunk."""
+
+    depth: int
+    chains: Tensor  # [n]
+    at: slice | Tensor  # [n] the chunk's positions at which these are scored
+
+
 @dataclass
-class Plan:
+class ChunkPlan:
     """Which positions are scored together. Without `rows`, the positions of a chunk are sorted so that each depth
     scores the first `sizes` of them; with `rows`, for chains with gaps, it scores those listed there."""
 
@@ -41,9 +48,13 @@ class Plan:
     size: int  # positions per chunk; the last may have fewer
     rows: list[list[Tensor]] | None = None  # for each chunk and depth, the scored positions' indices in the chunk
 
-    def scored(self, chunk: int, depth: int) -> slice | Tensor:
-        """Indices of a chunk's positions that a depth scores."""
-        return slice(self.sizes[chunk][depth]) if self.rows is None else self.rows[chunk][depth]
+    def positions_of(self, chunk: int) -> slice:
+        """The chunk's part of `positions`."""
+        return slice(chunk * self.size, (chunk + 1) * self.size)
+
+    def rows_of(self, chunk: int, depth: int) -> DepthRows:
+        at = slice(self.sizes[chunk][depth]) if self.rows is None else self.rows[chunk][depth]
+        return DepthRows(depth, self.chains[depth, self.positions_of(chunk)][at], at)
 
 
 def chunk_size(num_logits: int, device: torch.device) -> int:
@@ -60,7 +71,7 @@ def most_logits(device: torch.device) -> int:
     return min(CHUNK_ELSEWHERE << doublings, MOST_CHUNK)
 
 
-def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     """Chunks of `size` positions, for chains without gaps: a depth scores only positions that all smaller ones score.
 
     Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there.
@@ -74,10 +85,10 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     num_chunks = max(1, -(-len(positions) // size))  # one even without positions, to keep all parameters in the graph
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
-    return Plan(positions, chains[:, positions], totals.tolist(), size)
+    return ChunkPlan(positions, chains[:, positions], totals.tolist(), size)
 
 
-def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
+def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     """`plan_rows` for depths that may score any positions."""
     num_depths, positions = len(chains), is_scored.any(0).nonzero()[:, 0]  # [M]
     num_chunks = max(1, -(-len(positions) // size))
@@ -85,7 +96,7 @@ def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> Plan:
     totals = torch.bincount(depths * num_chunks + at // size, minlength=num_depths * num_chunks)
     parts = (at % size).split(totals.tolist())
     rows = [[parts[depth * num_chunks + i] for depth in range(num_depths)] for i in range(num_chunks)]
-    return Plan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
+    return ChunkPlan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
 
 
 class Scoring(torch.autograd.Function):
@@ -115,7 +126,7 @@ class Drafts:
     teacher_hidden: Tensor  # [P, D] the target's post-norm states, by position
     labels: Tensor  # [P] target ids
     weights: Tensor | None  # [P] of the labels; None: all 1
-    plan: Plan
+    plan: ChunkPlan
     parameters: Sequence[nn.Parameter] = ()  # all parameters that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig
@@ -141,49 +152,39 @@ class Drafts:
         """The gradients of `hidden` and `parameters`, in one pass over the chunks."""
         plan, depths = self.plan, list(range(len(self.hidden)))
         for i, sizes in enumerate(plan.sizes):
-            first = i * plan.size
-            positions = plan.positions[first : first + plan.size]  # [n]
+            positions = plan.positions[plan.positions_of(i)]  # [n]
             target = TargetRows(self.specs[0], self.teacher_hidden[positions])
             for group in [depths] if self.has_one_output else [[k] for k in depths]:
                 if i == 0 or any(sizes[k] for k in group):
-                    rows = [plan.scored(i, k) for k in group]
-                    chains = [plan.chains[k, first : first + plan.size][at] for k, at in zip(group, rows, strict=True)]
-                    self._score(group, chains, rows, positions, target)
+                    self._score([plan.rows_of(i, k) for k in group], positions, target)
         return [*self.hidden_grads, *self.parameter_grads]
 
-    def _score(
-        self,
-        depths: list[int],
-        chains: list[Tensor],
-        places: list[slice | Tensor],
-        positions: Tensor,
-        target: TargetRows,
-    ) -> None:
-        """Score depths that share an output layer, each with its chains [n_k] at their indices in the chunk."""
-        hidden = torch.cat([self.hidden[k][rows] for k, rows in zip(depths, chains, strict=True)])  # [n, D]
+    def _score(self, group: list[DepthRows], positions: Tensor, target: TargetRows) -> None:
+        """Score depths that share an output layer, at positions of a chunk."""
+        hidden = torch.cat([self.hidden[rows.depth][rows.chains] for rows in group])  # [n, D]
         with torch.set_grad_enabled(self.with_gradients):
             hidden = hidden.detach().requires_grad_(self.with_gradients)
-            logits = self.specs[depths[0]].draft_logits(hidden)  # [n, Vd]
+            logits = self.specs[group[0].depth].draft_logits(hidden)  # [n, Vd]
         of_logits = torch.empty_like(logits) if self.with_gradients else None
         of_states: Tensor | None = None  # [n, D] gradients of losses of the predicted state
-        ends = list(accumulate(map(len, chains)))
-        for k, rows, at, end in zip(depths, chains, places, ends, strict=True):
-            here, where = slice(end - len(rows), end), positions[at]
-            drafted = Rows(self.specs[k], hidden[here], self.labels[where], target, at)
-            of_state = self._score_depth(
-                k, rows, drafted, logits[here].detach(), self._weights_of(k, rows, where),
-                out=None if of_logits is None else of_logits[here],
-            )  # fmt: skip
+        end = 0
+        for depth, chains, at in group:
+            here, where = slice(end, end := end + len(chains)), positions[at]
+            drafted = Rows(self.specs[depth], hidden[here], self.labels[where], target, at)
+            weights = self._weights_of(depth, chains, where)
+            out = None if of_logits is None else of_logits[here]
+            of_state = self._score_depth(depth, chains, drafted, logits[here].detach(), weights, out=out)
             if of_state is not None:
                 of_states = torch.zeros_like(hidden) if of_states is None else of_states
                 of_states[here] = of_state
-        if of_logits is not None:
-            inputs = [hidden, *edges_of(self.parameters, logits)]
-            of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, of_logits, allow_unused=True)
-            self._add(of_parameters)
-            of_hidden = of_hidden if of_states is None else of_hidden + of_states
-            for k, rows, part in zip(depths, chains, of_hidden.split([len(rows) for rows in chains]), strict=True):
-                self.hidden_grads[k][rows] = part
+        if of_logits is None:
+            return
+        inputs = [hidden, *edges_of(self.parameters, logits)]
+        of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, of_logits, allow_unused=True)
+        self._add(of_parameters)
+        of_hidden = of_hidden if of_states is None else of_hidden + of_states
+        for (depth, chains, _), part in zip(group, of_hidden.split([len(rows.chains) for rows in group]), strict=True):
+            self.hidden_grads[depth][chains] = part
 
     def _weights_of(self, depth: int, chains: Tensor, positions: Tensor) -> Tensor | None:
         """[n] the product of all factors on the losses of chains [n] at positions [n]; None: all 1."""
@@ -208,7 +209,7 @@ class Drafts:
         if out is not None and all(name in CLOSED for name in drafted.spec.mix):
             values, guesses = closed_mix(drafted, logits, scale, num_guesses=self.num_guesses, out=out)
         else:
-            drafted.__dict__["draft_logits"] = logits.float()
+            drafted.draft_logits = logits.float()  # computed already
             guesses = drafted.best(self.num_guesses)
             if out is None:
                 values = mix_of(drafted)
@@ -226,7 +227,7 @@ class Drafts:
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """Any mix by autograd: values [n], and the gradients of draft_logits and of hidden (None if unused)."""
         leaves = [x.detach().requires_grad_() for x in (rows.draft_logits, rows.hidden)]
-        rows.__dict__["draft_logits"], rows.hidden = leaves
+        rows.draft_logits, rows.hidden = leaves
         with torch.enable_grad():
             values = mix_of(rows)
             of_logits, of_hidden, *of_parameters = torch.autograd.grad(

@@ -51,12 +51,12 @@ class LossSpec:
     exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`
 
 
-def best_of(logits: Tensor, num_guesses: int) -> Tensor:
+def best_guesses(logits: Tensor, num_guesses: int) -> Tensor:
     """[n, num_guesses] the draft's most probable tokens, best first."""
     return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
 
 
-def drafted_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
+def output_layer_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
     """The state dict of the target's output layer, restricted to the draft vocabulary; None: the whole."""
     rows = output_layer.state_dict()
     return rows if vocabulary is None else {name: value[vocabulary.to_target] for name, value in rows.items()}
@@ -153,9 +153,9 @@ class Rows:
     def best(self, num_guesses: int) -> Tensor:
         """[n, num_guesses] draft ids that are drafted first, best first."""
         if self.spec.select is None:
-            return best_of(self.draft_logits, num_guesses)
+            return best_guesses(self.draft_logits, num_guesses)
         with torch.no_grad():
-            return self.candidates.gather(-1, best_of(self.selected(), min(num_guesses, self.spec.num_candidates)))
+            return self.candidates.gather(-1, best_guesses(self.selected(), min(num_guesses, self.spec.num_candidates)))
 
     @cached_property
     def draft_labels(self) -> Tensor:

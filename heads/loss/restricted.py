@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..decoders.cpu.build import multiplies_bf16
 from ..decoders.cpu.products import pack_linears, product
-from .functions import DraftVocabulary, drafted_rows
+from .functions import DraftVocabulary, output_layer_rows
 
 FEW = 256  # positions, at most, for which `packed` is used: those of a round of drafting
 
@@ -28,7 +28,7 @@ class RestrictedLogits:
     def rows(self) -> dict[str, Tensor] | None:
         """The state dict of these rows; None: all logits are computed."""
         is_whole = self.vocabulary is None or self.target.is_spread
-        return None if is_whole else drafted_rows(self.target.output_layer, self.vocabulary)
+        return None if is_whole else output_layer_rows(self.target.output_layer, self.vocabulary)
 
     @cached_property
     def packed(self) -> nn.Linear | None:

@@ -200,7 +200,7 @@ class MarkovHead(nn.Module):
         return self.markov_w1(tokens)
 
 
-def beside(states: Tensor, pairs: MarkovHead | CandidateSelector | None, before: Tensor) -> Tensor:
+def with_previous(states: Tensor, pairs: MarkovHead | CandidateSelector | None, before: Tensor) -> Tensor:
     """[..., D + rank]: slots' states [..., D] next to the embeddings of their previous tokens [...], if any."""
     return states if pairs is None else torch.cat([states, pairs.previous(before).to(states.dtype)], -1)
 

@@ -190,7 +190,7 @@ def shared_forward(
     key, value = (x[:, :, block.begin : block.extent] for x in (key, value))
     if is_flash(query, value):
         return flash(query, key, value, attn_mask=mask, scale=scale)
-    weights, lse = softmax_of(products_of(query, key), mask, scale)  # [B, Nkv, G, q, extent], [B, Nkv, G, q]
+    weights, lse = softmax_of(query_key_products(query, key), mask, scale)  # [B, Nkv, G, q, extent], [B, Nkv, G, q]
     mixed = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])  # [B, Nkv, G, q, H of values]
     return mixed.flatten(1, 2), lse.flatten(1, 2)
 
@@ -210,7 +210,7 @@ def shared_backward(
         return flash_backward(grad, query, key, value, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     with recomputing():
-        products = products_of(query, key)
+        products = query_key_products(query, key)
     flat_grad, flat_query = (x.unflatten(1, groups).flatten(2, 3) for x in (grad, query))  # [B, Nkv, G * q, H]
     delta = (grad.float() * out).sum(-1).unflatten(1, groups)  # [B, Nkv, G, q]
     of_weights = (flat_grad @ value.transpose(-1, -2)).view(products.shape)
@@ -225,7 +225,7 @@ def is_flash(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def products_of(query: Tensor, key: Tensor) -> Tensor:
+def query_key_products(query: Tensor, key: Tensor) -> Tensor:
     """[B, Nkv, G, q, extent] dot products of queries [B, N, q, H] with keys [B, Nkv, extent, H]."""
     num_kv_heads, num_queries = key.shape[1], query.shape[2]
     flat = query.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Nkv, G * q, H]

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...configs.errors import BadInput, first_line
-from ..decoders.cpu.products import normalised
+from ..decoders.cpu.products import rms_normalised
 
 # keys of a Llama config in which a head's layers may differ from the target's
 ARCHITECTURE = tuple(
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if (out := normalised(x, self.weight, self.eps)) is not None:
+        if (out := rms_normalised(x, self.weight, self.eps)) is not None:
             return out
         if x.device.type != "cpu" and x.dtype == self.weight.dtype:  # one kernel, which widens by itself
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

@@ -11,20 +11,19 @@ Source: our own; measured in docs/LOG.md, 2026-11-22.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...configs.errors import BadInput
+from ..block_network import BlockNetwork
 from ..loss.chains import ChainStarts
-from ..loss.functions import DraftVocabulary
 from ..nn.batch import DraftBatch
-from ..nn.block_layer import BlockLayer, MarkovHead
-from ..nn.layers import Attention, Rotary
-from ..target import Target
+from ..nn.block_layer import MarkovHead
+from ..nn.layers import Attention
 from .closed_form import ridge, ridge_of
 from .eagle3 import FARTHEST, SCALE, best_scale, fresh_size, rms
 
@@ -36,32 +35,8 @@ ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 Known = Callable[[Tensor], Tensor]  # token ids [n] -> [n, D] the Markov head's estimate of the states' deviation there
 
 
-class BlockDrafter(Protocol):
-    """The parts of block.BlockHead that this file reads and initialises."""
-
-    target: Target
-    vocabulary: DraftVocabulary | None
-    fc: nn.Linear
-    hidden_norm: Any
-    norm: Any
-    markov_head: MarkovHead | None
-    mask_token: int
-    first_slot: int
-    rotary: Rotary
-
-    @property
-    def num_depths(self) -> int: ...
-    @property
-    def decoder_layers(self) -> list[BlockLayer]: ...
-    def output_rows(self) -> Tensor: ...
-    def slots(self, anchors: Tensor, num_depths: int) -> Tensor: ...
-    def training_starts(self, loss_mask: Tensor) -> ChainStarts: ...
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]: ...
-    def slot_logits(self, hidden: Tensor) -> Tensor: ...
-
-
 @torch.no_grad()
-def fit_block(head: BlockDrafter, batches: Iterable[DraftBatch]) -> None:
+def fit_block(head: BlockNetwork, batches: Iterable[DraftBatch]) -> None:
     """Initialise a head from the first batches. Raises: BadInput if they have too few supervised tokens."""
     gain = head.target.final_norm_scale().float()
     by, chosen = gain.where(gain.abs() > 1e-3, torch.inf), chosen_blocks(head, batches)
@@ -85,7 +60,7 @@ def fit_block(head: BlockDrafter, batches: Iterable[DraftBatch]) -> None:
     scale_logits(head, chosen[-1])
 
 
-def chosen_blocks(head: BlockDrafter, batches: Iterable[DraftBatch]) -> list[DraftBatch]:
+def chosen_blocks(head: BlockNetwork, batches: Iterable[DraftBatch]) -> list[DraftBatch]:
     """The batches, each with the blocks that a step would draw from it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -123,7 +98,7 @@ def fit_markov(markov: MarkovHead | None, tokens: Tensor, states: Tensor, rows: 
     return lambda ids: markov.markov_w1(ids)[..., :rank] @ decoded.T / size
 
 
-def fit_values(head: BlockDrafter, context: Tensor, anchors: Tensor, ahead: Tensor) -> None:
+def fit_values(head: BlockNetwork, context: Tensor, anchors: Tensor, ahead: Tensor) -> None:
     """Set queries, keys and values of the first layer from context [n, D], the anchors [n] that follow, and the states
     ahead [n, D]."""
     layer, size = head.decoder_layers[0], context.shape[1]
@@ -177,11 +152,11 @@ def nearest_position(frequencies: Tensor, num_slots: int, *, amplitude: float) -
         sizes = sizes / sizes.sum().clamp_min(1e-9)
         scores = amplitude * (sizes * torch.cos(distances + angle)).sum(1)
         share = sum(float(scores[nearest:].softmax(0)[0]) for nearest in range(num_slots)) / num_slots
-        best = max(best, (share, sizes, angle), key=lambda found: found[0])
+        best = max(best, (share, sizes, angle), key=lambda candidate: candidate[0])
     return best[1:]
 
 
-def fit_output(head: BlockDrafter, batches: Iterable[DraftBatch], known: Known, by: Tensor) -> None:
+def fit_output(head: BlockNetwork, batches: Iterable[DraftBatch], known: Known, by: Tensor) -> None:
     """Fit the first layer's output projection: the regression of states on its attention's output, over all slots."""
     projection, mixed = head.decoder_layers[0].self_attn.o_proj, list[Tensor]()
     squares = wanted = present = torch.zeros((), device=projection.weight.device)
@@ -204,7 +179,7 @@ def fit_output(head: BlockDrafter, batches: Iterable[DraftBatch], known: Known, 
     projection.weight.copy_(ridge_of(squares, larger * wanted - present).T)
 
 
-def scale_logits(head: BlockDrafter, batch: DraftBatch) -> None:
+def scale_logits(head: BlockNetwork, batch: DraftBatch) -> None:
     """Scale logits to the least cross entropy with the target's distribution."""
     starts = cast(ChainStarts, batch.starts)
     drafted, probs = list[Tensor](), list[Tensor]()

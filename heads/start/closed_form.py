@@ -35,12 +35,12 @@ def first_rows(batches: Iterable[DraftBatch], num_tokens: int) -> tuple[list[Dra
     """Batches with about that many supervised tokens to fit on, and the next batch to measure the loss on.
 
     A single batch serves as both."""
-    rows, found = list[DraftBatch](), 0
+    rows, num_supervised = list[DraftBatch](), 0
     for batch in batches:
         rows.append(batch)
-        if found >= num_tokens:
+        if num_supervised >= num_tokens:
             break
-        found += int(batch.loss_mask.sum())
+        num_supervised += int(batch.loss_mask.sum())
     return rows[:-1] or rows, rows[-1]
 
 
@@ -72,7 +72,7 @@ def ridge_of(squares: Tensor, products: Tensor, *, strength: float = STRENGTH) -
     return torch.linalg.solve(squares, products.double()).float()
 
 
-def spread(valid: Tensor) -> Tensor:
+def evenly_spread(valid: Tensor) -> Tensor:
     """A [B, S] bool with at most NUM_JUDGED of the True entries of `valid` [B, S], evenly spread."""
     where = valid.flatten().nonzero()[:, 0]
     where = where[:: max(1, -(-len(where) // NUM_JUDGED))]

@@ -49,9 +49,9 @@ def roles_of(attention: Attention, *, copies: bool) -> list[Role]:
     per_key, size, all_keys = attention.num_heads // attention.num_kv_heads, attention.head_dim, attention.num_kv_heads
 
     def role(keys: range, query: int, channels: range) -> Role:
-        each, at = torch.tensor([*keys])[:, None], torch.tensor([*channels])
-        heads = each * per_key + query
-        return Role(heads[:, 0], (each * size + at).flatten(), (heads * size + at).flatten())
+        key_head, at = torch.tensor([*keys])[:, None], torch.tensor([*channels])
+        heads = key_head * per_key + query
+        return Role(heads[:, 0], (key_head * size + at).flatten(), (heads * size + at).flatten())
 
     if not copies:
         return [role(range(all_keys), 0, range(size))]

@@ -52,11 +52,8 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
     code = token_code(attention, frequencies, first.input_layernorm(target.embed(ids).cpu().float()), positions.states)
 
     def attend(role: Role) -> Tensor:
-        found = [
-            attended(attention, role, *read_rows(head, batch))[fitted_positions(batch.loss_mask).cpu()]
-            for batch in batches
-        ]
-        return torch.cat(found)
+        by_batch = (attended(attention, role, *read_rows(head, batch)) for batch in batches)
+        return torch.cat([rows[fitted_positions(b.loss_mask).cpu()] for rows, b in zip(by_batch, batches, strict=True)])
 
     predicted = fit_layer(
         head.fc, attention, first.both, positions, frequencies, sizes=head.feature_sizes, code=code, attend=attend
@@ -115,7 +112,7 @@ def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
         tokens = embedded[at.roll(-1, 1)], embedded[at], embedded[after]
         parts.append([x.cpu() for x in (features[at].flatten(1), *tokens, states[at], states[after])])
         parts[-1].append(at.roll(-1, 1)[at].cpu())
-    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
+    joined = [torch.cat(lists) for lists in zip(*parts, strict=True)]
     features, before, current, embedded, states, following = (x.float() for x in joined[:-1])
     return Positions(features, before, current, embedded, states, following, goes_on=joined[-1])
 
@@ -142,31 +139,32 @@ def fit_layer(
         attend: maps the role of these heads to the `attended` embeddings [n, D], with the weights that `fc` and the
             attention have by then.
     """
-    features = at.features / sizes
+    # `fc`: the states at t, and the codes of tokens where heads copy
+    features, size = at.features / sizes, at.states.shape[1]
     fused = ridge(features, at.states)  # [L * D, D]
-    size = at.states.shape[1]
     before, current, following = (read(x, at.states)[:, :size] for x in (at.before, at.current, at.embedded))
     if code is not None:
         fused = code.cleared(fused) + ridge(features, code.held(current, before))
-
-    def missing_of(index: Tensor, hidden: Tensor) -> Tensor:
-        """[n, D] what is to be added to predicted states for those at `index`."""
-        if code is None:
-            return at.following[index] - hidden
-        return code.missing(at.following[index], hidden, following[index])
-
-    own, *copying = roles_of(attention, copies=code is not None)
-    hidden = features @ fused
-    larger = fresh_size(fc) * SCALE / rms(fused)
+    hidden, larger = features @ fused, fresh_size(fc) * SCALE / rms(fused)
     fc.weight.copy_(larger * fused.T / sizes)
+
+    # queries and keys: where each role of heads looks
+    own, *copying = roles_of(attention, copies=code is not None)
     constant = ridge(read(at.embedded, hidden), torch.ones(len(hidden), 1), strength=1e-3)[:, 0]
     look_at_itself(attention, constant, frequencies, key_heads=own.key_heads(attention))
     if code is not None:
         find_tokens(attention, copying[0], code)
     copied = [attend(role) for role in copying]
 
+    # values and output projection: from what the roles read to what is missing of the following states
+    def missing_of(index: Tensor, hidden: Tensor) -> Tensor:
+        """[n, D] what is to be added to predicted states for those at `index`."""
+        if code is None:
+            return at.following[index] - hidden
+        return code.missing(at.following[index], hidden, following[index])
+
     def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([read(at.embedded[index], hidden), *(each[index] for each in copied)], 1)
+        return torch.cat([read(at.embedded[index], hidden), *(states[index] for states in copied)], 1)
 
     inputs, change = regressed_along_chains(hidden, at.goes_on, inputs_at, missing_of)
     attention.o_proj.weight.zero_()
@@ -248,7 +246,7 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
         for angle in (0.25, 0.5, 0.75, 1.0, 1.25):
             sizes = frequencies**power / (frequencies**power).sum()
             gap = float((sizes * (math.cos(angle) - torch.cos(distances + angle))).sum(1).min())
-            best = max(best, (gap, sizes, angle), key=lambda found: found[0])
+            best = max(best, (gap, sizes, angle), key=lambda candidate: candidate[0])
     gap, sizes, angle = best
     return NATS / max(gap, 0.05) * sizes, angle
 

@@ -15,7 +15,7 @@ from ..target import Target
 from .check import find_output_use
 from .output_use import parts_beside
 from .parts import OutputUse
-from .reading import Reader
+from .reading import WeightReader
 from .stored import DTYPES, StoredTensor, fingerprint_of_stored, stored_tensors
 
 PLAIN = ("F64", "F32", "F16", "BF16")  # weights that are not quantised
@@ -39,7 +39,7 @@ class BareTarget(Target):
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
         stored = stored_tensors(path, revision=source.revision)
-        kinds = (DTYPES[each.dtype] for each in stored.values() if each.dtype in PLAIN)
+        kinds = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
         dtype = config.dtype or next(kinds, None)
         try:
             model = empty_model(source, dtype=dtype)
@@ -81,15 +81,15 @@ class BareTarget(Target):
 
     def _read(self, stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> None:
         """Give the parts their weights. Raises: NeedsLayers if the checkpoint has none for one of them."""
-        plain = {name: each for name, each in stored.items() if each.dtype in PLAIN}
-        reader = Reader(self.model, plain, name=self.name, dtype=dtype)
+        plain = {name: tensor for name, tensor in stored.items() if tensor.dtype in PLAIN}
+        reader = WeightReader(self.model, plain, name=self.name, dtype=dtype)
         missing = reader.read(self._modules(), ties=True)
         if missing and quantization(self.model.config) is not None:
             quantizer = AutoHfQuantizer.from_config(self.model.config.quantization_config, pre_quantized=True)
             quantizer.validate_environment(device_map=None, weights_only=True)
             quantizer.preprocess_model(model=self.model, dtype=dtype, device_map=None)
             self.output_layer = self.model.get_output_embeddings()
-            reader = Reader(self.model, stored, name=self.name, dtype=dtype, quantizer=quantizer)
+            reader = WeightReader(self.model, stored, name=self.name, dtype=dtype, quantizer=quantizer)
             missing = reader.read(self._modules(), ties=True)
         if missing:
             raise NeedsLayers(f"no weights for {missing[0]} under a known name")

@@ -49,7 +49,7 @@ def check_on_text(target: Any, ids: Tensor) -> None:
         with last_input(target.output_layer) as read:
             theirs = own_forward(target, ids, num_logits=SHORT if is_long else 0)
         target.before_output = found_before_output(target, theirs.hidden_states[-1], read)
-        check_whole(target, ids, theirs)
+        check_whole_text(target, ids, theirs)
         states = theirs.hidden_states[-1]  # [1, T, D]
         if target.undecodable is None:
             differs = difference_behind_cache(target, ids, states)
@@ -89,13 +89,13 @@ def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
     part = {"logits_to_keep": num_logits} if takes_part else {}
     try:
         with own_attention(target):
-            found = target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
+            output = target.model(input_ids=ids, output_hidden_states=True, use_cache=False, **part)
     except Exception as error:  # the code of an unknown model may raise anything
         what = f"{type(target.model).__name__} cannot read a text of tokens alone ({first_line(error)})"
         raise BadInput(f"target {target.name}: {what}") from error
     # some pass on wider states than their weights are: they are as exact as these
-    found.hidden_states = tuple(state.to(target.dtype) for state in found.hidden_states)
-    return found
+    output.hidden_states = tuple(state.to(target.dtype) for state in output.hidden_states)
+    return output
 
 
 def check_texts(target: Any) -> list[Tensor]:
@@ -144,7 +144,7 @@ def only_layers_of_each_kind(target: Any, *, is_long: bool) -> Iterator[None]:
         setattr(target.base, name, target.layers)
 
 
-def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
+def check_whole_text(target: Any, ids: Tensor, theirs: Any) -> None:
     """Compare features, post-norm states and logits of a whole text. Raises BadInput, naming what differs."""
     where = f"target {target.name}: {type(target.model).__name__}"
     layers = tuple(range(target.num_layers if target.is_repeated else min(2, target.num_layers)))
@@ -154,17 +154,17 @@ def check_whole(target: Any, ids: Tensor, theirs: Any) -> None:
         raise BadInput(f"{where}: its layers pass on states of shape {shape}, not ({target.hidden_size},)")
     own = theirs.hidden_states  # those that enter each layer, and last that behind the norm
     entering = [ours.features[:, :, i] for i in layers[:2]]
-    is_later = len(layers) > 1 and not is_same(own[0], entering[0]) and is_same(own[0], entering[1])
+    is_later = len(layers) > 1 and not is_alike(own[0], entering[0]) and is_alike(own[0], entering[1])
     first = int(is_later)  # Mamba's and RWKV's states are those that leave each layer
     pairs = {f"the state that enters layer {i}": (own[i - first], ours.features[:, :, i]) for i in layers[first:]}
     pairs["the state behind its final norm"] = own[-1], ours.post_norm
     for name, (wanted, got) in pairs.items():
-        if not is_same(wanted, got):
+        if not is_alike(wanted, got):
             raise BadInput(f"{where}: {name} is computed in an unknown way")
     check_logits(target, ours.post_norm[:, -SHORT:], theirs.logits[:, -SHORT:].float())
 
 
-def is_same(wanted: Tensor, got: Tensor) -> bool:
+def is_alike(wanted: Tensor, got: Tensor) -> bool:
     return wanted.shape == got.shape and is_close(wanted, got)
 
 
@@ -193,20 +193,20 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     cache = target.new_cache(room, num_rows=2, width=BEHIND)
     with in_chunks(target, num - BEHIND):
         output = read_prompts(target, ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
-    found = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
+    pairs = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
     round_, half = prompts[:, None] + torch.arange(BEHIND, device=ids.device), BEHIND // 2  # [2, Q]
     wrong = (torch.arange(BEHIND, device=ids.device) >= half).long()  # drafts that are not the text
     tokens = (ids[0][round_] + wrong) % target.vocab_size
     output = target.forward(tokens, cache=cache, positions=round_, extent=num)
-    found["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
+    pairs["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
     behind = round_[:, half:]
     output = target.forward(ids[0][behind], cache=cache, positions=behind, extent=num)
-    found["a round behind rejected drafts"] = pick(states, behind), output.post_norm
+    pairs["a round behind rejected drafts"] = pick(states, behind), output.post_norm
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
     target.state_bytes = alone.state_bytes if isinstance(alone, StateCache) else 0
-    return {**found, "the newest token": (states[:, -1:], output.post_norm)}
+    return {**pairs, "the newest token": (states[:, -1:], output.post_norm)}
 
 
 @contextmanager

@@ -12,9 +12,9 @@ POSITIONS = {"query_positions", "key_positions"}  # arguments of the part that c
 def read_distances(model: nn.Module) -> None:
     """Let the parts of a model that compute such a bias take the positions of each row, as `SlotCache` gives them."""
     kinds = {type(module) for module in model.modules()}
-    found = tuple(kind for kind in kinds if inspect.signature(kind.forward).parameters.keys() >= POSITIONS)
+    with_positions = tuple(kind for kind in kinds if inspect.signature(kind.forward).parameters.keys() >= POSITIONS)
     for module in model.modules():
-        if isinstance(module, found):
+        if isinstance(module, with_positions):
             module.forward = MethodType(by_row, module)
 
 

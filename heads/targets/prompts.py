@@ -18,16 +18,16 @@ def read_prompts(
     num_valid: Tensor,
     cache: SlotCache,
     *,
-    kept: int = 0,
+    num_kept: int = 0,
     feature_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Read right-padded prompts [B, T] of num_valid [B] tokens; returns the states there, [B, T, ...].
 
-    Args: target: a `Target`. kept: tokens of each that the cache has; 0 with a `StateCache`. feature_layers: as in
+    Args: target: a `Target`. num_kept: tokens of each that the cache has; 0 with a `StateCache`. feature_layers: as in
         `Target.forward`.
     """
     if not isinstance(cache, StateCache):
-        return read_in_chunks(target, tokens, num_valid, cache, kept=kept, feature_layers=feature_layers)
+        return read_in_chunks(target, tokens, num_valid, cache, num_kept=num_kept, feature_layers=feature_layers)
     outputs = []
     for row, length in enumerate(num_valid.tolist()):
         alone = cache if cache.num_rows == 1 else cache.row_reader()
@@ -45,13 +45,13 @@ def read_in_chunks(
     lengths: Tensor,
     cache: SlotCache,
     *,
-    kept: int = 0,
+    num_kept: int = 0,
     feature_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Read tokens [B, T], maybe none, of prompts of lengths [B] behind `kept` ones; returns the states of these."""
+    """Read tokens [B, T], maybe none, of prompts of lengths [B] behind `num_kept` ones; returns the states of these."""
     nothing = torch.empty(len(tokens), 0, target.hidden_size, dtype=target.dtype, device=tokens.device)
-    outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], kept
-    for chunk in tokens[:, kept:].split(target.prompt_chunk, 1) if tokens.shape[1] > kept else ():
+    outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], num_kept
+    for chunk in tokens[:, num_kept:].split(target.prompt_chunk, 1) if tokens.shape[1] > num_kept else ():
         extent = start + chunk.shape[1]
         positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
         read = partial(target.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)

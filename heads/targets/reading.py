@@ -22,7 +22,7 @@ from ...configs.errors import BadInput
 from .stored import StoredTensor
 
 
-class Reader:
+class WeightReader:
     """A checkpoint's tensors on their way into a model without weights."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Reader:
         how = {"device_map": places, "weight_mapping": self.mapping, "hf_quantizer": quantizer}
         self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, **how)
         state = model.state_dict(keep_vars=True)
-        self.names = {each: name_in_model(each, model, self.mapping, state) for each in stored}
+        self.names = {stored_name: name_in_model(stored_name, model, self.mapping, state) for stored_name in stored}
 
     def read(self, modules: Iterable[nn.Module], *, ties: bool) -> list[str]:
         """Give modules those of their own weights that are still missing; returns the names of those that are so then.
@@ -52,16 +52,16 @@ class Reader:
         them. Raises: BadInput if one has another shape than the model's.
         """
         state = self.model.state_dict(keep_vars=True)
-        own = {id(value) for each in modules for value in (*each._parameters.values(), *each._buffers.values())}
+        own = {id(value) for module in modules for value in (*module._parameters.values(), *module._buffers.values())}
         named = {name for name, value in state.items() if id(value) in own}  # a tied one has two names
         wanted = {name for name in named if not is_read(state[name])}
-        chosen = {name: self.stored[name] for name, found in self.names.items() if found in wanted}
-        opened = {file: safe_open(file, framework="pt") for file in {each.file for each in chosen.values()}}
-        slices = {name: opened[each.file].get_slice(name) for name, each in chosen.items()}
+        chosen = {name: self.stored[name] for name, place in self.names.items() if place in wanted}
+        opened = {file: safe_open(file, framework="pt") for file in {tensor.file for tensor in chosen.values()}}
+        slices = {name: opened[tensor.file].get_slice(name) for name, tensor in chosen.items()}
         loaded, _ = convert_and_load_state_dict_in_model(self.model, slices, self.how)
         if loaded.mismatched_keys:
-            name, found, expected = next(iter(loaded.mismatched_keys))
-            raise BadInput(f"target {self.name}: tensor {name}: expected {tuple(expected)}, found {tuple(found)}")
+            name, actual, expected = next(iter(loaded.mismatched_keys))
+            raise BadInput(f"target {self.name}: tensor {name}: expected {tuple(expected)}, found {tuple(actual)}")
         if ties:
             self.model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
         state = self.model.state_dict(keep_vars=True)
@@ -99,10 +99,10 @@ def is_left_out(value: Tensor) -> bool:
 
 def name_in_model(name: str, model: Any, mapping: list[Any], state: dict[str, Tensor]) -> str:
     """The name that transformers' loading gives a stored tensor, of which it makes that weight or a part of it."""
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
     prefix = model.base_model_prefix
-    found, _ = rename_source_key(name, renamings, converters, prefix, state)
-    if found not in state and name in state:
-        found, _ = rename_source_key(name, [], [], prefix, state)
-    return found
+    renamed, _ = rename_source_key(name, renamings, converters, prefix, state)
+    if renamed not in state and name in state:
+        renamed, _ = rename_source_key(name, [], [], prefix, state)
+    return renamed

@@ -25,7 +25,7 @@ from ..loading import (
     torch_dtype,
 )
 from ..target import Target
-from .reading import Reader, make_room
+from .reading import WeightReader, make_room
 from .runs import found_layers
 from .stored import DTYPES, fingerprint_of_stored, stored_tensors
 
@@ -47,7 +47,7 @@ class ShardedTarget(Target):
             raise BadInput(f"target {path}: stored quantised ({method}): not with train.shard_target")
         stored = stored_tensors(path, revision=source.revision)
         fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
-        dtype = config.dtype or next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), None)
+        dtype = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), None)
         try:
             model = empty_model(source, dtype=dtype)
             drop_other_modalities(model)
@@ -56,7 +56,7 @@ class ShardedTarget(Target):
             with torch.device("meta"), quiet_loading():
                 layers, _ = found_layers(base)
             mesh = init_device_mesh(device.type, (num_processes,))
-            reader = Reader(model, stored, name=path, dtype=dtype, device=device)
+            reader = WeightReader(model, stored, name=path, dtype=dtype, device=device)
             layers = dict.fromkeys(layers or ())  # each once, also where one runs several times
             inside = {module for layer in layers for module in layer.modules()}
             outside = [module for module in model.modules() if module not in inside]
@@ -87,7 +87,7 @@ class ShardedTarget(Target):
         return self
 
 
-def load(reader: Reader, modules: list[nn.Module], dtype: torch.dtype | str, *, ties: bool) -> None:
+def load(reader: WeightReader, modules: list[nn.Module], dtype: torch.dtype | str, *, ties: bool) -> None:
     """Give modules all their weights and buffers. Raises BadInput if the checkpoint lacks one."""
     with quiet_loading():
         missing = reader.read(modules, ties=ties)

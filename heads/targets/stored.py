@@ -64,10 +64,10 @@ class StoredTensor:
 
 def stored_tensors(path: str, *, revision: str | None = None) -> dict[str, StoredTensor]:
     """The tensors of a local folder or hub id by name. Raises BadInput if it has none, or damaged files."""
-    whole, found = found_file(path, WHOLE, revision), dict[str, StoredTensor]()
+    whole, tensors = found_file(path, WHOLE, revision), dict[str, StoredTensor]()
     for file in shards_of(path, revision) if whole is None else [whole]:
-        found |= read_header(file)
-    return found
+        tensors |= read_header(file)
+    return tensors
 
 
 def found_file(path: str, name: str, revision: str | None) -> Path | None:
@@ -75,10 +75,10 @@ def found_file(path: str, name: str, revision: str | None) -> Path | None:
     if Path(path).is_dir():
         return Path(path, name) if Path(path, name).is_file() else None
     try:
-        found = cached_file(path, name, revision=revision)
+        cached = cached_file(path, name, revision=revision)
     except OSError:  # which transformers raises for a missing file, as for a missing network
         return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def shards_of(path: str, revision: str | None) -> list[Path]:
@@ -101,15 +101,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             first, size = 8 + length, file.stat().st_size
             entries = json.loads(opened.read(length)) if first <= size else {}
         entries.pop("__metadata__", None)
-        found = {}
+        tensors = {}
         for name, entry in entries.items():
             start, end = entry["data_offsets"]
-            found[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, end - start)
+            tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, end - start)
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{file}: damaged: {first_line(error)}") from error
-    if first > size or any(each.start + each.num_bytes > size for each in found.values()):
+    if first > size or any(tensor.start + tensor.num_bytes > size for tensor in tensors.values()):
         raise BadInput(f"{file}: damaged: shorter than its header says")
-    return found
+    return tensors
 
 
 def fingerprint_of_stored(tensors: Mapping[str, StoredTensor], *, num_layers: int) -> str:
@@ -118,7 +118,7 @@ def fingerprint_of_stored(tensors: Mapping[str, StoredTensor], *, num_layers: in
     own = {name: tensor for name, tensor in tensors.items() if not is_beside(name, num_layers)}
     with ThreadPoolExecutor(READERS) as readers:
         values = readers.map(StoredTensor.spread, own.values())
-        return fingerprint_of_values(zip(own, (each.shape for each in own.values()), values, strict=True))
+        return fingerprint_of_values(zip(own, (tensor.shape for tensor in own.values()), values, strict=True))
 
 
 def is_beside(name: str, num_layers: int) -> bool:
@@ -132,6 +132,6 @@ def is_beside(name: str, num_layers: int) -> bool:
 def fingerprint_of_values(tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:
     """32 hex digits of sha256 over the name, the shape and NUM_VALUES evenly spread values of each tensor."""
     digest = hashlib.sha256()
-    for name, shape, spread in sorted(tensors, key=lambda each: each[0]):
+    for name, shape, spread in sorted(tensors, key=lambda entry: entry[0]):
         digest.update(f"{name} {tuple(shape)}".encode() + spread.float().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -11,11 +11,11 @@ import torch
 from ...configs.errors import BadInput
 from ...data_pipelines.answers.asking import in_batches, joining
 from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
-from ...data_pipelines.answers.regenerate import Answers, AskedSource, RegenerateConfig, source_samplings
+from ...data_pipelines.answers.regenerate import Answerer, AskedSource, RegenerateConfig, source_samplings
 from ...data_pipelines.answers.tool_calls import with_tool_calls
 from ...data_pipelines.sources import read_sources
 from ...eval.decoding import generate
-from ...eval.decoding.continuous import Asked, answer_continuously
+from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.replay import default_steps
 from ...heads.base import DraftHead
 from ...heads.chat.answers import answer_message, answer_text
@@ -30,7 +30,7 @@ from ...heads.target import Target
 from ...heads.targets.dtype import default_dtype
 
 
-def by_engine(config: RegenerateConfig) -> tuple[Answers, dict[str, Any]]:
+def by_engine(config: RegenerateConfig) -> tuple[Answerer, dict[str, Any]]:
     """Answers of the target in this process, and what identifies it."""
     engine = config.engine
     device = engine.device or default_device()
@@ -97,7 +97,7 @@ class EngineAnswers:
 
     def joining(self, waiting: deque[tuple[str, ChatRequest]]) -> Iterator[tuple[str, Answer | Failure]]:
         """Yields greedy answers as they finish; requests have equal sampling, and more may be appended meanwhile."""
-        asked: deque[Asked] = deque()
+        asked: deque[WaitingPrompt] = deque()
         taken: dict[str, tuple[list[int], ChatRequest]] = {}
         limit = waiting[0][1].sampling.max_tokens
 
@@ -109,7 +109,7 @@ class EngineAnswers:
                     yield key, prompt
                 else:
                     taken[key] = prompt, request
-                    asked.append(Asked(key, prompt))
+                    asked.append(WaitingPrompt(key, prompt))
 
         yield from take()
         rows, head = self.batch_size, self.head

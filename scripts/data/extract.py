@@ -49,7 +49,14 @@ def extract(
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.plan import estimate
     from ...data_pipelines.served.reading import fields_of_served
-    from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, clear, fields_of, is_finished
+    from ...data_pipelines.storage.extract import (
+        TOKENS,
+        ExtractConfig,
+        Extraction,
+        clear_unfinished,
+        fields_of,
+        is_finished,
+    )
     from ...data_pipelines.storage.features import origin_of
     from ...data_pipelines.storage.shards import Shards, ShardWriter
     from ...heads.decoders.cpu.products import pack_linears
@@ -59,12 +66,12 @@ def extract(
     from ...train.data import encode_into, held_by_main, on_main
     from ...train.launch import runs_on_cpu, start_accelerator
     from ...train.target import reads_of, why_built_with_layers, without_layers
-    from .extract_served import Engine
-    from .extract_served import clear as clear_served
+    from .extract_served import ExtractEngine
+    from .extract_served import clear_server_files as clear_served
 
     output = output.expanduser()
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
-    by = Engine(engine, server, vllm_python, vllm_flags)
+    by = ExtractEngine(engine, server, vllm_python, vllm_flags)
     run = load_inputs(config, overrides or ())
     launched = build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device})
     accelerator = start_accelerator(launched)
@@ -85,11 +92,11 @@ def extract(
         pack_linears(target.base)
 
     def encode() -> None:
-        done = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
-        encode_into(output / TOKENS, data, target, console, is_begun=bool(done))
+        written = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
+        encode_into(output / TOKENS, data, target, console, is_begun=bool(written))
 
     def tidy() -> None:
-        clear(output)
+        clear_unfinished(output)
         clear_served(output)
 
     def check() -> None:

@@ -24,7 +24,7 @@ STATES, LOG = "states", "vllm.log"  # in the output, until the extraction is fin
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExtractEngine:
     """What reads the rows, as the command's options say. Raises BadInput if they contradict each other."""
 
     name: str
@@ -60,7 +60,7 @@ class Engine:
 
         Args: source: how the target was loaded. max_length: tokens of the longest row.
         """
-        clear(output)
+        clear_server_files(output)
         label = label_of(output)
         with ExitStack() as running:
             if self.server is None:
@@ -76,7 +76,7 @@ class Engine:
             with ServedReader(target, reads, server, storage_dtype=storage_dtype) as reader:
                 yield reader
             server.clear()
-        clear(output)
+        clear_server_files(output)
 
     def arguments(
         self, target: Target, reads: Reads, output: Path, *, source: TargetConfig, max_length: int
@@ -92,7 +92,7 @@ class Engine:
         return [*words, *serving_flags(layers_asked(target, reads), folder), *shlex.split(self.flags or "")]
 
 
-def clear(output: Path) -> None:
+def clear_server_files(output: Path) -> None:
     """Remove what a server of our own left."""
     remove(output / STATES)
     remove(output / LOG)

@@ -47,7 +47,7 @@ def inspect(
     from ...configs.errors import BadInput, printable
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
-    from ...data_pipelines.masks.retokenised import Retokenised, differing
+    from ...data_pipelines.masks.retokenised import Retokenised, first_retokenised
     from ...data_pipelines.sources import iter_rows
     from ...heads.targets.skeleton import load_skeleton
     from ...train.config import load_inputs
@@ -70,9 +70,9 @@ def inspect(
             continue
         for number, sample in enumerate(samples, start=1):
             piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
-            console.print(Text(f"{printable(item.origin)}{piece}: {describe(sample)}", style="bold"))
+            console.print(Text(f"{printable(item.origin)}{piece}: {describe_sample(sample)}", style="bold"))
             console.print(marked_text(sample, skeleton.tokenizer, is_coloured=is_coloured), end="\n\n")
-        places = differing(item, skeleton.tokenizer, data, vocab_size=skeleton.vocab_size)
+        places = first_retokenised(item, skeleton.tokenizer, data, vocab_size=skeleton.vocab_size)
         if places is not None:
             console.print(Text(f"{said_of(places, skeleton.tokenizer)}\n"))
     counts: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def said_of(places: "list[Place]", tokenizer: Any) -> str:
     return f"these are the ids that the target wrote; tokenising the text again gives others: {shown}{more}"
 
 
-def describe(sample: "Sample") -> str:
+def describe_sample(sample: "Sample") -> str:
     """How many tokens a sample has, and how many of each segment are supervised."""
     from ...data_pipelines.storage.samples import SEGMENTS
 
@@ -122,7 +122,7 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)
     for (segment, is_supervised), run in groupby(tokens, key=lambda token: token[1:]):
         part, name = str(tokenizer.decode([token for token, *_ in run])), SEGMENTS[segment]
-        part = printable(part, kept="\n\t")
+        part = printable(part, shown="\n\t")
         if is_coloured:
             text.append(part, style=STYLES[name] if is_supervised else UNSUPERVISED)
         else:

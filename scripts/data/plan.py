@@ -46,7 +46,7 @@ def plan(
     from itertools import islice
 
     from ...configs.errors import BadInput
-    from ...data_pipelines.comparison import compare
+    from ...data_pipelines.comparison import compare_storages
     from ...data_pipelines.masks.chat import encode_rows
     from ...data_pipelines.plan import SURVEY_SHARE, measure_storages, row_stride, samples_for_time, survey_samples
     from ...data_pipelines.sources import iter_rows
@@ -96,7 +96,7 @@ def plan(
     configs = [ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens) for name in STORAGE]
     measured = measure_storages(survey.drawn, target, reads, configs=configs, folder=disk, seconds=0.95 * left())
     rates = dict(zip(STORAGE, measured, strict=True))
-    comparison = compare(survey, rates, free_bytes=disk_free(disk), num_processes=num_processes)
+    comparison = compare_storages(survey, rates, free_bytes=disk_free(disk), num_processes=num_processes)
     used = time.perf_counter() - loaded
     spent = {"seconds": seconds, "seconds_used": round(used, 2), "seconds_loading": round(loaded - started, 2)}
     if as_json:

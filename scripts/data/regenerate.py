@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..overrides import Overrides
 
 if TYPE_CHECKING:
-    from ...data_pipelines.answers.regenerate import Answers, RegenerateConfig, RunProgress
+    from ...data_pipelines.answers.regenerate import Answerer, RegenerateConfig, RunProgress
 
 
 def regenerate(
@@ -38,7 +38,7 @@ def regenerate(
 
     settings = build(RegenerateConfig, read_config(config, overrides or ()))
     answers, identity = by_servers(settings) if settings.servers else by_engine(settings)
-    with writing_into(settings.output), Bar() as bar:
+    with writing_into(settings.output), AnswerProgress() as bar:
         summary = run(settings, answers, target_identity=identity, show=bar.show)
     counts = summary.counts
     print(
@@ -50,7 +50,7 @@ def regenerate(
         raise typer.Exit(1)
 
 
-def by_servers(config: "RegenerateConfig") -> tuple["Answers", dict[str, Any]]:
+def by_servers(config: "RegenerateConfig") -> tuple["Answerer", dict[str, Any]]:
     """Answers of OpenAI-compatible servers; nothing is known of their weights."""
     from ...data_pipelines.answers.asking import by_threads
     from ...data_pipelines.answers.client import OpenAIClient
@@ -59,7 +59,7 @@ def by_servers(config: "RegenerateConfig") -> tuple["Answers", dict[str, Any]]:
     return partial(by_threads, answer=client, num_threads=client.num_threads), {}
 
 
-class Bar(Progress):
+class AnswerProgress(Progress):
     """A progress bar on stderr: answered, failed, tokens per second."""
 
     def __init__(self) -> None:

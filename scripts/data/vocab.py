@@ -31,7 +31,7 @@ def vocab(
     from ...configs.errors import BadInput
     from ...configs.files import new_folder, write_json, write_text
     from ...configs.terminal import PlainConsole
-    from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, draft_vocabulary
+    from ...data_pipelines.vocab import always_kept, coverage, coverage_curve, most_frequent
     from ...heads.targets.skeleton import load_skeleton
     from ...train.config import load_inputs
     from ...train.data import count_rows
@@ -41,11 +41,11 @@ def vocab(
         raise BadInput(f"--output {output}: exists already")
     skeleton = load_skeleton(run.target)
     vocab_size, wanted = skeleton.vocab_size, run.head.draft_vocab_size
-    counts, kept = count_rows(run, skeleton)
+    counts, num_rows = count_rows(run, skeleton)
     always = always_kept(skeleton.tokenizer, eos_token_ids=skeleton.eos_token_ids, vocab_size=vocab_size)
     sizes = sorted({size for size in (*SIZES, wanted or vocab_size, vocab_size) if len(always) <= size <= vocab_size})
-    covered = {size: coverage(counts, draft_vocabulary(counts, size=size, always=always)) for size in sizes}
-    table = Table(title=f"{skeleton.name}: {counts.sum():,} supervised tokens in {kept:,} rows")
+    covered = {size: coverage(counts, most_frequent(counts, size=size, always=always)) for size in sizes}
+    table = Table(title=f"{skeleton.name}: {counts.sum():,} supervised tokens in {num_rows:,} rows")
     table.add_column("draft vocabulary", justify="right")
     table.add_column("covers", justify="right")
     for size, share in covered.items():
@@ -58,7 +58,7 @@ def vocab(
     curve = coverage_curve(counts, always=always)
     figures = {"num_supervised_tokens": int(counts.sum()), "vocab_size": vocab_size, "always": always, "curve": curve}
     if wanted is not None:
-        ids = draft_vocabulary(counts, size=wanted, always=always).tolist()
+        ids = most_frequent(counts, size=wanted, always=always).tolist()
         figures |= {"draft_vocab_size": wanted, "ids": ids, "d2t": [i - draft for draft, i in enumerate(ids)]}
     with new_folder(output) as folder:
         write_json(folder / "vocab.json", figures, indent=None)

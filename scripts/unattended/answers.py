@@ -24,7 +24,7 @@ from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from .candidates import BATCH_SIZE
 from .clock import ANSWERS
 from .held_out import as_question, write_rows
-from .journal import Answers
+from .journal import AnswerCounts
 from .session import AutoRun
 from .steps import last_line
 
@@ -44,7 +44,7 @@ def end_of_answers(run: AutoRun) -> float:
     return run.clock.used + ANSWERS * run.settings.budget
 
 
-def answer(run: AutoRun) -> Answers:
+def answer(run: AutoRun) -> AnswerCounts:
     """The target answers prompts for its share of the time; the rows are written into the run's data/.
 
     A head learns more from several answers to a prompt than from reading one of them many times.
@@ -53,9 +53,9 @@ def answer(run: AutoRun) -> Answers:
     """
     folders = [run.folder / "answers", *(run.folder / f"answers-{number}" for number in range(2, PER_PROMPT + 1))]
     for number, folder in enumerate(folders):
-        if number and not (is_finished(folders[number - 1]) and asks_again(run, number)):
+        if number and not (all_answered(folders[number - 1]) and asks_again(run, number)):
             break
-        if not is_finished(folder):
+        if not all_answered(folder):
             ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0)
             run.write()
     greedy, *sampled = folders
@@ -97,12 +97,12 @@ def ask(run: AutoRun, folder: Path, *, seed: int, temperature: float) -> None:
         raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
 
 
-def is_finished(folder: Path) -> bool:
+def all_answered(folder: Path) -> bool:
     """Whether `headstart data regenerate` has answered all prompts there."""
     return (folder / "answers.jsonl").exists()
 
 
-def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
+def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
     """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
 
     Args:
@@ -118,10 +118,10 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
             "are needed; give a larger --budget or fewer --max-new-tokens"
         )
     written.sort(key=lambda row: row["id"])
-    num_validation = min(len(written) // 4, validation_rows(run.settings.budget))
+    num_validation = min(len(written) // 4, num_validation_rows(run.settings.budget))
     validation, train = written[:num_validation], written[num_validation:]
-    judged = {question_of(row) for row in validation}
-    again = [row for path in sampled for row in read_answers(path) if question_of(row) not in judged]
+    judged = {first_question(row) for row in validation}
+    again = [row for path in sampled for row in read_answers(path) if first_question(row) not in judged]
     given = run.data / "given.jsonl"
     chats = read_jsonl(given) if given.exists() and given.stat().st_size else []
     write_rows(run.data / "validation.jsonl", validation)
@@ -140,7 +140,7 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
     usages = [row["usage"] for row in (*written, *again)]
     lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
     longest = max(lengths) + ENDING
-    return Answers(
+    return AnswerCounts(
         written=len(written),
         sampled=len(again),
         given=len(chats),
@@ -149,7 +149,7 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
         row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
-        complete=is_finished(greedy),
+        complete=all_answered(greedy),
         draft_vocab_size=size,
         coverage=covered,
         max_length=max(longest, 2048) if chats else longest,
@@ -157,7 +157,7 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> Answers:
     )
 
 
-def validation_rows(budget: float) -> int:
+def num_validation_rows(budget: float) -> int:
     """Rows that score candidates, with a budget of that many seconds, where there are four times as many answers."""
     least, most = VALIDATION
     return min(max(int(budget / ROW_SECONDS), least), most)
@@ -174,11 +174,11 @@ def draft_vocabulary_for(target: Target, texts: Sequence[Sequence[int]]) -> tupl
 
 def read_answers(folder: Path) -> list[dict[str, Any]]:
     """The rows that `headstart data regenerate` has written into a folder so far."""
-    return read_appended(folder / ("answers.jsonl" if is_finished(folder) else "answers.part.jsonl"))
+    return read_appended(folder / ("answers.jsonl" if all_answered(folder) else "answers.part.jsonl"))
 
 
-def question_of(row: dict[str, Any]) -> str:
-    """What an answered row was asked first, as `Asked.question`."""
+def first_question(row: dict[str, Any]) -> str:
+    """What an answered row was asked first, as `PromptRow.question`."""
     messages = row["messages"]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return as_question(messages[:first])

@@ -51,9 +51,9 @@ def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
     Args: target: a folder or hub id, for modules in the layout that engines load with it; without, in the usual one.
     """
     paths = {path.stem: f"auto/{path.name}" for path in shipped("auto/*.yaml")}
-    candidates = [read(name, path) for name, path in paths.items()]
+    candidates = [read_candidate(name, path) for name, path in paths.items()]
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
-    candidates += [read(name, f"heads/{name}.yaml") for name in missing]
+    candidates += [read_candidate(name, f"heads/{name}.yaml") for name in missing]
     if engine != OURS:
         keeping = {family for family, serving in served_families().items() if serving.keeps_vocabulary}
         candidates = [replace(c, cuts_vocabulary=c.cuts_vocabulary and c.head.type in keeping) for c in candidates]
@@ -64,7 +64,7 @@ def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
 
 
-def read(name: str, path: str) -> Candidate:
+def read_candidate(name: str, path: str) -> Candidate:
     """Reads a candidate from a config file. Raises BadInput on invalid keys or values."""
     raw = build(CandidateFile, read_config(path), where=path)
     config = build(head_class(raw.head["type"]).config_class, raw.head, where=f"{path}: head")

@@ -60,7 +60,7 @@ def auto(
     from .clock import parse_budget
     from .journal import AutoJournal
     from .page import write_auto_page
-    from .session import AutoRun, AutoSettings, check_started_once, digest, open_session, target_dtype
+    from .session import AutoRun, AutoSettings, check_started_once, files_digest, open_session, target_dtype
     from .stages import AUTO, run_stages
 
     check_started_once("headstart auto")
@@ -82,7 +82,7 @@ def auto(
         device=device,
         launcher=launcher,
         seed=seed,
-        traffic=digest([path for path in (prompts, chats, target) if path]),
+        traffic=files_digest([path for path in (prompts, chats, target) if path]),
     )
     with open_session(AutoRun, AutoJournal, "headstart auto", output, settings) as run:
         run_stages(run, AUTO, write_auto_page)
@@ -128,7 +128,7 @@ def refit(
     from .journal import RefitJournal
     from .page import write_refit_page
     from .reading import RefitRun
-    from .session import RefitSettings, check_started_once, digest, open_session, target_dtype
+    from .session import RefitSettings, check_started_once, files_digest, open_session, target_dtype
     from .stages import REFIT, run_stages
 
     check_started_once("headstart refit")
@@ -147,7 +147,7 @@ def refit(
         device=device,
         launcher=launcher,
         seed=seed,
-        rows=digest([path for path in (traffic, replay, *weights, target) if path]),
+        rows=files_digest([path for path in (traffic, replay, *weights, target) if path]),
     )
     with open_session(RefitRun, RefitJournal, "headstart refit", output, settings) as run:
         run_stages(run, REFIT, write_refit_page)

@@ -11,7 +11,7 @@ from shlex import quote
 
 import torch
 
-from ...data_pipelines.traffic import Served
+from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval, rounded
 from ...heads.base import DraftHead
 from ...heads.folder import config_of, read_record, read_tensors, save_head
@@ -19,7 +19,7 @@ from ...heads.registry import head_class, start_head
 from ...heads.target import Target
 from .held_out import NEW, OLD, Keyed
 from .journal import Compared, Decision, DriftPart, Share
-from .reading import Reading
+from .reading import RowReading
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the way from the old head's weights to the trained ones
 KEPT = 0.995  # smallest ratio on old validation rows: a few rows alone cannot tell 1 % from nothing
@@ -64,12 +64,12 @@ def ready(head: DraftHead, target: Target) -> DraftHead:
     return head
 
 
-def share_of(share: float, rows: Keyed, readings: Iterable[Reading]) -> Share:
+def share_of(share: float, rows: Keyed, readings: Iterable[RowReading]) -> Share:
     """The journal's entry for a head that read the validation rows."""
     read = {reading.key: reading for reading in readings}
 
     def length(side: str) -> float | None:
-        return length_of([read[key] for key in rows if key.startswith(side) and key in read])
+        return tokens_per_round([read[key] for key in rows if key.startswith(side) and key in read])
 
     return Share(share, length(NEW), length(OLD))
 
@@ -95,34 +95,36 @@ def best_share(shares: Sequence[Share]) -> float:
 # Drift and comparison
 
 
-def drift_of(name: str, rows: Keyed, readings: Mapping[str, Reading]) -> list[DriftPart]:
+def drift_of(name: str, rows: Keyed, readings: Mapping[str, RowReading]) -> list[DriftPart]:
     """Acceptance of the old head on all rows that were read, then by domain and week for rows that name one.
 
     Args: name: NEW or OLD. readings: by key, with the old head.
     """
     read = [(row, readings[key]) for key, row in rows.items() if key in readings]
-    groups: dict[tuple[str, str], list[Reading]] = {(ALL, ALL): [reading for _, reading in read]}
+    groups: dict[tuple[str, str], list[RowReading]] = {(ALL, ALL): [reading for _, reading in read]}
     for row, reading in read:
         if row.domain or row.week:
             groups.setdefault((row.domain or ALL, row.week or ALL), []).append(reading)
     ordered = sorted(groups.items(), key=lambda item: (item[0] != (ALL, ALL), item[0]))
-    return [part_of(name, domain, week, group) for (domain, week), group in ordered if group]
+    return [drift_entry(name, domain, week, group) for (domain, week), group in ordered if group]
 
 
-def part_of(name: str, domain: str, week: str, group: Sequence[Reading]) -> DriftPart:
+def drift_entry(name: str, domain: str, week: str, group: Sequence[RowReading]) -> DriftPart:
     """The journal's entry for a group of rows."""
     tokens = sum(reading.tokens for reading in group)
     covered = rounded(sum(reading.covered for reading in group) / tokens) if tokens else None
-    return DriftPart(name, domain, week, len(group), tokens, length_of(group), covered)
+    return DriftPart(name, domain, week, len(group), tokens, tokens_per_round(group), covered)
 
 
-def length_of(readings: Sequence[Reading]) -> float | None:
+def tokens_per_round(readings: Sequence[RowReading]) -> float | None:
     """Tokens per round of all of them; None without a round."""
     rounds = sum(reading.rounds for reading in readings)
     return rounded(sum(reading.committed for reading in readings) / rounds) if rounds else None
 
 
-def compare(name: str, rows: Keyed, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> list[Compared]:
+def compare_by_domain(
+    name: str, rows: Keyed, before: Mapping[str, RowReading], after: Mapping[str, RowReading]
+) -> list[Compared]:
     """Compares two heads on the rows that were read with both: on all of them, then by domain.
 
     Args: name: NEW or OLD. before, after: readings by key, with the old head and with the new one.
@@ -130,16 +132,16 @@ def compare(name: str, rows: Keyed, before: Mapping[str, Reading], after: Mappin
     both = [key for key in rows if key in before and key in after and before[key].rounds and after[key].rounds]
     domains = sorted({domain for key in both if (domain := rows[key].domain)})
     groups = [(ALL, both), *((domain, [key for key in both if rows[key].domain == domain]) for domain in domains)]
-    return [compared(name, domain, rows, keys, before, after) for domain, keys in groups]
+    return [compare_group(name, domain, rows, keys, before, after) for domain, keys in groups]
 
 
-def compared(
+def compare_group(
     name: str,
     domain: str,
-    rows: Mapping[str, Served],
+    rows: Mapping[str, ServedChat],
     keys: Sequence[str],
-    before: Mapping[str, Reading],
-    after: Mapping[str, Reading],
+    before: Mapping[str, RowReading],
+    after: Mapping[str, RowReading],
 ) -> Compared:
     """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike."""
     needed: dict[str, list[int]] = {}  # by conversation: forwards with the old head and with the new one
@@ -150,7 +152,7 @@ def compared(
     if not needed:
         return Compared(name, domain, 0, None, None, None, [None, None])
     ratio, interval = ratio_and_interval(*zip(*needed.values(), strict=True))
-    old, new = (length_of([side[key] for key in keys]) for side in (before, after))
+    old, new = (tokens_per_round([side[key] for key in keys]) for side in (before, after))
     return Compared(name, domain, len(needed), old, new, rounded(ratio), [rounded(end) for end in interval])
 
 
@@ -170,7 +172,7 @@ def decide_between(compared: Sequence[Compared], *, head: str, new_head: str) ->
     if new.ratio is None or new.conversations < LEAST_TIMED:
         few = f"{new.conversations} conversations could be compared, {LEAST_TIMED} are the least."
         return Decision(False, STAYS, [few], cautions)
-    reasons = [f"On new traffic: {described(new)}."]
+    reasons = [f"On new traffic: {ratio_in_words(new)}."]
     low = new.interval[0] or 0.0
     is_better = low > LEAST_GAIN
     if not is_better:
@@ -179,13 +181,13 @@ def decide_between(compared: Sequence[Compared], *, head: str, new_head: str) ->
     keeps = True
     if old is not None and old.ratio is not None:
         keeps = old.ratio >= MOST_LOSS
-        reasons.append(f"On old traffic: {described(old)}" + ("." if keeps else ", a loss of more than 1 %."))
+        reasons.append(f"On old traffic: {ratio_in_words(old)}" + ("." if keeps else ", a loss of more than 1 %."))
         if keeps and (old.interval[0] is None or old.interval[0] < MOST_LOSS):
             cautions.append("A loss of more than 1 % on old traffic is not ruled out: its interval goes further.")
     else:
         cautions.append("No old rows were given with --replay: what the new head loses on them is not known.")
     cautions += [
-        f"Worse on {part.traffic} traffic of {part.domain}: {described(part)}."
+        f"Worse on {part.traffic} traffic of {part.domain}: {ratio_in_words(part)}."
         for part in compared
         if part.domain != ALL and part.interval[1] is not None and part.interval[1] < 1
     ]
@@ -199,7 +201,7 @@ def decide_between(compared: Sequence[Compared], *, head: str, new_head: str) ->
     return Decision(True, "Deploy the new head", reasons, cautions, commands)
 
 
-def described(compared: Compared) -> str:
+def ratio_in_words(compared: Compared) -> str:
     """`1.20 [1.15, 1.26] times the tokens per forward, 2.10 for 1.75, over 40 conversations`."""
     low, high = (f"{end:.3f}" if end is not None else "-" for end in compared.interval)
     lengths = f"{compared.after:.2f} for {compared.before:.2f}"

@@ -16,7 +16,7 @@ from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
-from ...data_pipelines.traffic import Served
+from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.suites.prompts import load_suite
 from ...heads.chat.rows import VARIABLES
@@ -49,7 +49,7 @@ def held_out_questions(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRow:
     """A row of --prompts or --chats. Rows with the same question are duplicates."""
 
     question: str  # the messages before the first answer, as JSON
@@ -57,17 +57,17 @@ class Asked:
     row: dict[str, Any]
 
 
-def read_asked(path: str) -> Iterator[Asked]:
+def read_asked(path: str) -> Iterator[PromptRow]:
     """Yields a file's rows with their questions. Raises BadInput on rows without a prompt."""
     for row in iter_rows(path):
         for exchange in exchanges(row, SamplingConfig(), turns="all"):
             told = {"tools": exchange.tools, VARIABLES: exchange.variables}
             question = as_question(exchange.script[: exchange.script.index(None)])
-            yield Asked(question, {key: value for key, value in told.items() if value}, row.data)
+            yield PromptRow(question, {key: value for key, value in told.items() if value}, row.data)
 
 
 def as_question(messages: Sequence[Any]) -> str:
-    """The messages before the first answer as JSON, for `Asked.question`."""
+    """The messages before the first answer as JSON, for `PromptRow.question`."""
     return json.dumps(messages, ensure_ascii=False, sort_keys=True)
 
 
@@ -97,7 +97,7 @@ def split_prompts(
     return len(held_out), len(asked), len(rows) - len(once)
 
 
-def held_out_row(asked: Asked) -> dict[str, Any]:
+def held_out_row(asked: PromptRow) -> dict[str, Any]:
     """A row for `headstart eval --prompts`, with its domain if it has one."""
     domain = {key: asked.row[key] for key in ("category", "domain") if isinstance(asked.row.get(key), str)}
     return {"messages": json.loads(asked.question), **asked.told, **domain}
@@ -137,7 +137,7 @@ def describe_split(
 # Conversations, of `headstart refit`
 
 NEW, OLD = "new", "old"  # prefixes of keys
-Keyed = dict[str, Served]  # rows by key, in the order in which they are read
+Keyed = dict[str, ServedChat]  # rows by key, in the order in which they are read
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ class Parts:
     rest: Keyed
 
 
-def split_traffic(new: Sequence[Served], old: Sequence[Served], *, seed: int) -> tuple[Parts, Parts]:
+def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> tuple[Parts, Parts]:
     """Splits new traffic and old rows by conversation; what one side holds out is not in the other's rest.
 
     Raises: BadInput if one has too few conversations; there may be no old rows at all.
     """
 
-    def chosen(file: str, rows: Sequence[Served]) -> set[str]:
+    def chosen(file: str, rows: Sequence[ServedChat]) -> set[str]:
         questions = (row.question for row in rows)
         return set(held_out_questions(questions, file, "conversations", most=MOST_CONVERSATIONS, seed=seed)[0])
 
@@ -163,7 +163,7 @@ def split_traffic(new: Sequence[Served], old: Sequence[Served], *, seed: int) ->
     return keyed_parts(NEW, new, of_new, both, seed=seed), keyed_parts(OLD, old, of_old, both, seed=seed)
 
 
-def keyed_parts(side: str, rows: Sequence[Served], held_out: set[str], both: set[str], *, seed: int) -> Parts:
+def keyed_parts(side: str, rows: Sequence[ServedChat], held_out: set[str], both: set[str], *, seed: int) -> Parts:
     """Both parts of a side, shuffled. Args: held_out: its questions. both: those of both sides."""
     keyed = [(f"{side}:{i}", row) for i, row in enumerate(rows)]
     random.Random(seed).shuffle(keyed)
@@ -177,12 +177,12 @@ def by_turns(*parts: Keyed) -> Keyed:
     return dict(item for turn in turns for item in turn if item is not None)
 
 
-def validation_of(rows: Mapping[str, Served]) -> Keyed:
+def validation_of(rows: Mapping[str, ServedChat]) -> Keyed:
     """The rows for validation: a fifth of the rows, at most MOST_VALIDATION."""
     return dict(list(rows.items())[: min(len(rows) // 5, MOST_VALIDATION)])
 
 
-def mixed(new: Sequence[Served], old: Sequence[Served], *, replay_share: float, seed: int) -> list[Served]:
+def mixed(new: Sequence[ServedChat], old: Sequence[ServedChat], *, replay_share: float, seed: int) -> list[ServedChat]:
     """The training rows, shuffled: all new rows, and as many old ones as make up `replay_share` of the result.
 
     Old rows repeat if there are too few.

@@ -117,7 +117,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerCounts:
     """The training data."""
 
     written: int  # rows answered by the target in this run, greedily
@@ -201,7 +201,7 @@ class AutoJournal(Journal):
     machine: Machine | None = None
     least_budget: float = 0.0  # seconds; the smallest that makes sense; 0 if nothing is to be trained
     answers_until: float | None = None  # second of the budget at which answering ends
-    answers: Answers | None = None
+    answers: AnswerCounts | None = None
     learning_until: float | None = None  # second of the budget at which training ends
     rung_seconds: float = 0.0  # duration of each rung
     rungs: list[Rung] = field(default_factory=list)
@@ -254,7 +254,7 @@ class DriftPart:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The training of the new head."""
 
     max_steps: int  # optimizer steps
@@ -300,7 +300,7 @@ class RefitJournal(Journal):
     head_seconds: float = 0.0  # of these, the head's
     foreign: Foreign | None = None
     drift: list[DriftPart] = field(default_factory=list)
-    plan: Plan | None = None
+    plan: TrainingPlan | None = None
     trained: str = ""  # folder of the trained head; empty until it is trained
     shares: list[Share] = field(default_factory=list)
     head: str = ""  # folder of the new head, which is the trained one or between it and the old one; empty until chosen

@@ -52,7 +52,7 @@ TIMED_ROWS = 2  # in the batch of a timed optimizer step
 
 
 @dataclass(frozen=True)
-class Workload:
+class TimedWorkload:
     """What is served, as far as step times depend on it."""
 
     batch_size: int
@@ -61,7 +61,7 @@ class Workload:
     max_new_tokens: int
 
 
-def measure(run: AutoRun) -> Machine:
+def split_and_measure(run: AutoRun) -> Machine:
     """Splits the prompts, writing `split` into the journal, and measures the machine.
 
     Raises: BadInput on unusable prompts or targets.
@@ -74,7 +74,7 @@ def measure(run: AutoRun) -> Machine:
     most = max(MOST_PROMPTS, LEAST_TIMED * (MOST_ROWS if settings.load else settings.batch_size))
     counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed)
     run.journal.split, text = describe_split(counts, run.data / "held_out.jsonl", target, max_new_tokens=max_new_tokens)
-    work = Workload(settings.batch_size, run.journal.split.context, text, max_new_tokens)
+    work = TimedWorkload(settings.batch_size, run.journal.split.context, text, max_new_tokens)
     if settings.load:
         rows, is_enough = busy_rows(settings.load, work, partial(baseline_ms, target, work))
         batch = counted_words(rows, "row")
@@ -87,7 +87,7 @@ def measure(run: AutoRun) -> Machine:
     return machine
 
 
-def measure_machine(run: AutoRun, target: Target, work: Workload) -> Machine:
+def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machine:
     """Measures the baseline and the candidates in their order, as many as there is time for, and one that may pay."""
     cell = timed_cell(target, work)
     for _ in range(2):
@@ -103,9 +103,9 @@ def measure_machine(run: AutoRun, target: Target, work: Workload) -> Machine:
         if is_late and any(not earlier.out for earlier in measured):
             measured.append(Measured(candidate.name, out="there was no time to measure it"))
             continue
-        found = measure_candidate(target, skeleton, candidate, work, engine=run.settings.engine)
-        run.say(f"  {found.name}: {found.out or f'speedup up to {found.bound:.2f}'}")
-        measured.append(found)
+        speed = measure_candidate(target, skeleton, candidate, work, engine=run.settings.engine)
+        run.say(f"  {speed.name}: {speed.out or f'speedup up to {speed.bound:.2f}'}")
+        measured.append(speed)
     return Machine(
         round(cell.baseline.round_ms, 3),
         work.batch_size,
@@ -118,14 +118,14 @@ def measure_machine(run: AutoRun, target: Target, work: Workload) -> Machine:
 
 
 def timed_cell(
-    target: Target, work: Workload, head: DraftHead | None = None, settings: Sequence[DraftSetting] = ()
+    target: Target, work: TimedWorkload, head: DraftHead | None = None, settings: Sequence[DraftSetting] = ()
 ) -> TimedCell:
     """What times baseline steps, and rounds of a head, for this workload."""
     how = {"batch_size": work.batch_size, "context": work.context, "text": work.text}
     return TimedCell(target, head, list(settings), **how, steps=default_steps(target.device))
 
 
-def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
+def busy_rows(load: float, work: TimedWorkload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
     """The batch size that a load leads to without drafts.
 
     By Little's law, the rows in service are the arrival rate times the seconds in service, and these grow with the
@@ -147,7 +147,7 @@ def busy_rows(load: float, work: Workload, step_ms: Callable[[int], float]) -> t
         rows *= 2
 
 
-def baseline_ms(target: Target, work: Workload, rows: int) -> float:
+def baseline_ms(target: Target, work: TimedWorkload, rows: int) -> float:
     """Milliseconds of a step of the target for that many rows."""
     cell = timed_cell(target, replace(work, batch_size=rows))
     cell.run()
@@ -155,7 +155,7 @@ def baseline_ms(target: Target, work: Workload, rows: int) -> float:
 
 
 def measure_candidate(
-    target: Target, skeleton: Target | None, candidate: Candidate, work: Workload, *, engine: str
+    target: Target, skeleton: Target | None, candidate: Candidate, work: TimedWorkload, *, engine: str
 ) -> Measured:
     """Measures one candidate. `out` says why it is excluded: it does not fit the target or the engine, or cannot pay.
 
@@ -176,7 +176,7 @@ def measure_candidate(
         costs = round_costs(target, head, work)
     except BadInput as error:
         return Measured(name, out=str(error))
-    num_draft_tokens, bound = predict([GENEROUS], costs)
+    num_draft_tokens, bound = predict_length([GENEROUS], costs)
     return Measured(
         name,
         parameters=parameters,
@@ -195,7 +195,7 @@ def assumed_vocabulary(target: Target) -> int | None:
     return size if size < target.vocab_size else None
 
 
-def round_costs(target: Target, head: DraftHead, work: Workload) -> list[RoundCost]:
+def round_costs(target: Target, head: DraftHead, work: TimedWorkload) -> list[RoundCost]:
     """Costs of rounds with the shortest chain, the longest one and one in between, relative to the baseline."""
     head = head.to(target.dtype).eval().requires_grad_(False)
     head.pack()
@@ -206,7 +206,7 @@ def round_costs(target: Target, head: DraftHead, work: Workload) -> list[RoundCo
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
 
 
-def predict(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
+def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
     """The chain length with the highest predicted speedup, the shortest of equal ones, and that speedup.
 
     Lengths go up to the longest measured one; between measured ones, costs are interpolated (eval/plan).

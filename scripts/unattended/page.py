@@ -245,13 +245,13 @@ def drift_part(journal: RefitJournal) -> Part:
 
 def rows_part(journal: RefitJournal) -> Part:
     """The rows of the files, and those left out."""
-    found, foreign = journal.found, journal.foreign
-    assert found is not None and foreign is not None
-    table = [["answered conversations", cell(found.new)], ["held out", cell(found.held_out_new)]]
-    table += [["old ones", cell(found.old)], ["old ones held out", cell(found.held_out_old)]]
-    table += [["the same as another, or its beginning", cell(found.repeated)]]
+    rows, foreign = journal.found, journal.foreign
+    assert rows is not None and foreign is not None
+    table = [["answered conversations", cell(rows.new)], ["held out", cell(rows.held_out_new)]]
+    table += [["old ones", cell(rows.old)], ["old ones held out", cell(rows.held_out_old)]]
+    table += [["the same as another, or its beginning", cell(rows.repeated)]]
     table += [["not this target's", cell(len(foreign.origins))], ["not read, for lack of time", cell(foreign.late)]]
-    table += [[reason, cell(count)] for reason, count in {**found.unread, **foreign.refused}.items()]
+    table += [[reason, cell(count)] for reason, count in {**rows.unread, **foreign.refused}.items()]
     thresholds = ", ".join(f"{limit} at temperature {at}" for at, limit in foreign.thresholds.items())
     assumed = ""
     if foreign.served is not None:

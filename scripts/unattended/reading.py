@@ -19,7 +19,7 @@ from ...data_pipelines.masks.chat import encode_row
 from ...data_pipelines.sources import Row
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.storage.shard_file import StoredSample
-from ...data_pipelines.traffic import Served, Traffic, read_traffic
+from ...data_pipelines.traffic import ServedChat, Traffic, read_traffic
 from ...eval.decoding import generate
 from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
@@ -43,7 +43,7 @@ READINGS = "readings.jsonl"  # in data/: the readings with the old head
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowReading:
     """What reading a row gave."""
 
     key: str  # of the row
@@ -56,16 +56,16 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ReadBatch:
     """Rows that the target has read."""
 
-    rows: list[tuple[str, Served]]  # with their keys
+    rows: list[tuple[str, ServedChat]]  # with their keys
     laid: TrainingBatch
     output: TargetOutput
 
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """Reads rows with a target and a head."""
 
     target: Target
@@ -73,7 +73,7 @@ class Reader:
     max_length: int  # of a row, in tokens; longer ones are cut
     judges: bool = False  # whether the typicality of new rows is computed
 
-    def sample(self, row: Served) -> Sample:
+    def sample(self, row: ServedChat) -> Sample:
         """The tokens of a row and which of them are answers. Raises BadInput if the row cannot be read."""
         config = DataConfig(train="", max_length=min(self.max_length, self.target.max_positions))
         samples = encode_row(Row(row.row, row.origin), self.target.tokenizer, config, self.target.vocab_size)
@@ -81,7 +81,7 @@ class Reader:
             raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
         return max(samples, key=lambda sample: int(sample.loss_mask.sum()))  # of several sequences, the one with most
 
-    def samples(self, rows: Iterable[Served]) -> list[Sample]:
+    def samples(self, rows: Iterable[ServedChat]) -> list[Sample]:
         """`sample` of the rows that can be read."""
         samples = []
         for row in rows:
@@ -89,16 +89,16 @@ class Reader:
                 samples.append(self.sample(row))
         return samples
 
-    def read(self, rows: Sequence[tuple[str, Served]]) -> Iterator[list[Reading]]:
+    def read(self, rows: Sequence[tuple[str, ServedChat]]) -> Iterator[list[RowReading]]:
         """Reads rows, given with their keys, in batches; the order changes within a window."""
         for start in range(0, len(rows), WINDOW):
-            samples: list[tuple[str, Served, Sample]] = []
+            samples: list[tuple[str, ServedChat, Sample]] = []
             refused = []
             for key, row in rows[start : start + WINDOW]:
                 try:
                     samples.append((key, row, self.sample(row)))
                 except BadInput as error:
-                    refused.append(Reading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
+                    refused.append(RowReading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
             if refused:
                 yield refused
             samples.sort(key=lambda sampled: len(sampled[2]))
@@ -107,9 +107,9 @@ class Reader:
                 batch, samples = samples[-size:], samples[:-size]
                 yield self.drafted(self.forward(batch))
 
-    def forwards(self, rows: Keyed) -> list[Forward]:
+    def forwards(self, rows: Keyed) -> list[ReadBatch]:
         """The target's forwards over the rows that can be read, AT_ONCE in each, to be drafted by several heads."""
-        samples: list[tuple[str, Served, Sample]] = []
+        samples: list[tuple[str, ServedChat, Sample]] = []
         for key, row in rows.items():
             with suppress(BadInput):
                 samples.append((key, row, self.sample(row)))
@@ -117,14 +117,14 @@ class Reader:
         return [self.forward(samples[i : i + AT_ONCE]) for i in range(0, len(samples), AT_ONCE)]
 
     @torch.no_grad()
-    def forward(self, rows: Sequence[tuple[str, Served, Sample]]) -> Forward:
+    def forward(self, rows: Sequence[tuple[str, ServedChat, Sample]]) -> ReadBatch:
         """One forward of the target, with the features that the head reads."""
         laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(self.target.device)
         output = self.target.read_texts(laid.input_ids, feature_layers=self.head.feature_layers)
-        return Forward([(key, row) for key, row, _ in rows], laid, output)
+        return ReadBatch([(key, row) for key, row, _ in rows], laid, output)
 
     @torch.no_grad()
-    def drafted(self, forward: Forward) -> list[Reading]:
+    def drafted(self, forward: ReadBatch) -> list[RowReading]:
         """The readings of a forward's rows with the head."""
         head, laid, output = self.head, forward.laid, forward.output
         num_draft = min(head.num_depths, head.default_draft_tokens)
@@ -139,7 +139,9 @@ class Reader:
             temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
             typical = self._typicality(output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
             known = tokens if head.vocabulary is None else tokens[torch.isin(tokens, head.vocabulary.to_target)]
-            readings.append(Reading(key, typical, len(tokens), len(known), counted.num_rounds, counted.num_committed))
+            readings.append(
+                RowReading(key, typical, len(tokens), len(known), counted.num_rounds, counted.num_committed)
+            )
         return readings
 
     def _typicality(self, states: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> dict[str, float]:
@@ -154,7 +156,7 @@ class Reader:
         return {str(temperature): round(standardised(parts), 3) for temperature, parts in pairs}
 
     @torch.no_grad()
-    def own_answers(self, rows: Sequence[Served], *, seed: int, check_stop: Callable[[], None]) -> list[OwnAnswers]:
+    def own_answers(self, rows: Sequence[ServedChat], *, seed: int, check_stop: Callable[[], None]) -> list[OwnAnswers]:
         """The typicality of answers that the target samples itself, to the prompts of some rows, by temperature of OWN.
 
         Args: check_stop: called before each temperature; it may raise SystemExit.
@@ -182,12 +184,12 @@ class Reader:
         return own
 
 
-def readings_in(path: Path) -> dict[str, Reading]:
+def readings_in(path: Path) -> dict[str, RowReading]:
     """The readings of a file, by key. An incomplete last line, left by a kill, is ignored."""
-    return {row["key"]: Reading(**row) for row in read_appended(path)}
+    return {row["key"]: RowReading(**row) for row in read_appended(path)}
 
 
-def keep(path: Path, readings: Sequence[Reading]) -> None:
+def append(path: Path, readings: Sequence[RowReading]) -> None:
     """Append readings to a file, over an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -208,7 +210,7 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         return replace(traffic, rows=[replace(row, temperature=given) for row in traffic.rows])
 
     @cached_property
-    def replay(self) -> list[Served]:
+    def replay(self) -> list[ServedChat]:
         """The old rows."""
         return read_traffic(self.settings.replay).rows if self.settings.replay else []
 
@@ -225,13 +227,13 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         return target
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> RowReader:
         """What reads rows with the old head."""
         return self.reader_of(self.settings.head)
 
-    def reader_of(self, head: str) -> Reader:
+    def reader_of(self, head: str) -> RowReader:
         """What reads rows with a head."""
-        return Reader(self.target, load_head(head, self.target), self.settings.max_length)
+        return RowReader(self.target, load_head(head, self.target), self.settings.max_length)
 
     def release(self) -> None:
         """Frees the target's memory, since training loads its own."""
@@ -239,7 +241,7 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
             self.__dict__.pop(name, None)
         release_memory()
 
-    def read(self, reader: Reader, rows: Keyed, name: str, *, until: float | None = None) -> dict[str, Reading]:
+    def read(self, reader: RowReader, rows: Keyed, name: str, *, until: float | None = None) -> dict[str, RowReading]:
         """The readings of rows, by key. Each is appended to data/NAME, and those that are there are not read again.
 
         Args: until: second of the budget after which reading stops; None: all rows are read.
@@ -248,14 +250,14 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         known = readings_in(path)
         for readings in reader.read([(key, row) for key, row in rows.items() if key not in known]):
             self.check_stop()
-            keep(path, readings)
+            append(path, readings)
             known |= {reading.key: reading for reading in readings}
             if until is not None and self.clock.used > until:
                 break
         return {key: reading for key, reading in known.items() if key in rows}
 
     @cached_property
-    def readings(self) -> dict[str, Reading]:
+    def readings(self) -> dict[str, RowReading]:
         """The readings with the old head, once they are all taken, without rows that could not be read."""
         readings = readings_in(self.folder / "data" / READINGS)
         return {key: reading for key, reading in readings.items() if not reading.problem}

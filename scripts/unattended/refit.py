@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.traffic import Served, written
+from ...data_pipelines.traffic import ServedChat, as_json_lines
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...heads.registry import start_head
 from .clock import READING
@@ -15,7 +15,7 @@ from .comparing import (
     SHARES,
     STAYS,
     best_share,
-    compare,
+    compare_by_domain,
     coverage_cautions,
     decide_between,
     drift_of,
@@ -27,9 +27,9 @@ from .comparing import (
 )
 from .foreign import OwnAnswers, is_foreign, served_temperature
 from .held_out import NEW, OLD, Keyed, by_turns, mixed
-from .journal import Compared, Decision, DriftPart, Foreign, Found, Plan, Share
+from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan
 from .machine import measure_step
-from .reading import READINGS, Forward, Reader, Reading, RefitRun
+from .reading import READINGS, ReadBatch, RefitRun, RowReader, RowReading
 from .steps import last_line, start_seconds
 from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
 
@@ -43,11 +43,11 @@ def find_rows(run: RefitRun) -> Found:
     """What is in the files, of which conversations are held out."""
     new, old = run.sides
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
-    found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
-    run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
-    for reason, count in list(found.unread.items())[:3]:
+    rows = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
+    run.say(f"{rows.new} answered conversations, {sizes[0]} held out; of {rows.old} old ones {sizes[1]}")
+    for reason, count in list(rows.unread.items())[:3]:
         run.say(f"  {count} rows are left out: {reason}")
-    return found
+    return rows
 
 
 def end_of_reading(run: RefitRun) -> float:
@@ -113,7 +113,7 @@ def refuse_few(run: RefitRun) -> Decision | None:
     return Decision(False, STAYS, [f"{why} {more}"], [])
 
 
-def training_rows(run: RefitRun) -> tuple[list[Served], int]:
+def training_rows(run: RefitRun) -> tuple[list[ServedChat], int]:
     """The rows of the training, shuffled, and how many of them are new ones."""
     new, old = run.sides
     learnt = [[row for key, row in rows.items() if key not in run.validation] for rows in (run.own(new.rest), old.rest)]
@@ -121,7 +121,7 @@ def training_rows(run: RefitRun) -> tuple[list[Served], int]:
     return rows, len(learnt[0])
 
 
-def plan_training(run: RefitRun) -> Plan:
+def plan_training(run: RefitRun) -> TrainingPlan:
     """As many steps as there is time for; writes `row_seconds` and `head_seconds` into the journal.
 
     Raises: BadInput if there is too little time.
@@ -153,19 +153,19 @@ def plan_training(run: RefitRun) -> Plan:
     more = 0 if size is None else size - reader.head.num_drafted
     if more:
         run.say(f"  the head learns to draft {more} more tokens")
-    return Plan(steps, step, num_new, len(rows) - num_new, round(until, 1), size, more)
+    return TrainingPlan(steps, step, num_new, len(rows) - num_new, round(until, 1), size, more)
 
 
-def paces(reader: Reader, rows: Keyed) -> tuple[float, float]:
+def paces(reader: RowReader, rows: Keyed) -> tuple[float, float]:
     """Seconds in which target and head read a row, and those of the head alone. Args: rows: some, to time it."""
     began = time.monotonic()
     forwards = reader.forwards(rows)
     half = time.monotonic()
-    count = len(drafted_rows(reader, forwards))
+    count = len(batch_readings(reader, forwards))
     return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
 
 
-def drafted_rows(reader: Reader, forwards: Sequence[Forward]) -> list[Reading]:
+def batch_readings(reader: RowReader, forwards: Sequence[ReadBatch]) -> list[RowReading]:
     """The readings of all rows of some forwards."""
     return [reading for forward in forwards for reading in reader.drafted(forward)]
 
@@ -189,8 +189,8 @@ def train(run: RefitRun) -> str:
     plan, config, data = run.journal.plan, run.folder / "refit.yaml", run.folder / "data"
     assert plan is not None
     if not config.exists():
-        write_text(data / "train.jsonl", written(training_rows(run)[0]))
-        write_text(data / "validation.jsonl", written(run.validation.values()))
+        write_text(data / "train.jsonl", as_json_lines(training_rows(run)[0]))
+        write_text(data / "validation.jsonl", as_json_lines(run.validation.values()))
         write_refit(run.folder, run.settings, run.reader.head.config, plan, validates=bool(run.validation))
     run.release()
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
@@ -215,15 +215,15 @@ def try_shares(run: RefitRun) -> list[Share]:
     run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=choosing_seconds(run))
     reader, old, trained = run.reader, run.settings.head, run.journal.trained
     forwards = reader.forwards(rows)
-    shares = [share_of(0.0, rows, drafted_rows(reader, forwards))]
+    shares = [share_of(0.0, rows, batch_readings(reader, forwards))]
     for share in SHARES:
         run.check_stop()
         between = replace(reader, head=ready(head_between(old, trained, run.target, share), run.target))
-        shares.append(share_of(share, rows, drafted_rows(between, forwards)))
+        shares.append(share_of(share, rows, batch_readings(between, forwards)))
     return shares
 
 
-def choose(run: RefitRun) -> str:
+def choose_share(run: RefitRun) -> str:
     """The folder of the new head: the best one on validation rows, or the trained one if there was no choice."""
     old, trained = run.settings.head, run.journal.trained
     if not run.journal.shares:
@@ -239,9 +239,9 @@ def compare_heads(run: RefitRun) -> list[Compared]:
     seconds = (len(new) + len(old)) * run.journal.row_seconds
     run.say(f"the new head reads {len(new)} held-out answers, and {len(old)} old ones", seconds=seconds)
     after = run.read(run.reader_of(run.journal.head), {**new, **old}, "compared.jsonl")
-    write_text(run.folder / "data" / "held_out.jsonl", written(new.values()))
+    write_text(run.folder / "data" / "held_out.jsonl", as_json_lines(new.values()))
     sides = ((NEW, new), (OLD, old))
-    return [part for side, rows in sides if rows for part in compare(side, rows, run.readings, after)]
+    return [part for side, rows in sides if rows for part in compare_by_domain(side, rows, run.readings, after)]
 
 
 def decide(run: RefitRun) -> Decision:

@@ -14,12 +14,12 @@ from rich.console import Console
 from ...configs.errors import BadInput, first_line
 from ...configs.owned import OwnedFolder
 from ...configs.terminal import PlainConsole
-from ...data_pipelines.answers.store import check_settings
+from ...data_pipelines.answers.store import check_same_settings
 from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
 from .journal import AutoJournal, Journal, Machine
-from .steps import Runner, StepRecord
+from .steps import CommandRunner, StepRecord
 
 WEIGHTS = (".safetensors", ".gguf")  # files that are too large to read whole
 SAMPLED, SAMPLE_BYTES = 256, 4096  # parts of such a file
@@ -81,7 +81,7 @@ class Session(Generic[S, J]):
 
     def __post_init__(self) -> None:
         launcher = shlex.split(self.settings.launcher)
-        self.runner = Runner(self.folder / "logs", self.clock, self.stopping, launcher)
+        self.runner = CommandRunner(self.folder / "logs", self.clock, self.stopping, launcher)
 
     def say(self, text: str, *, seconds: float | None = None, command: str = "") -> None:
         """Print a line with the time used so far. Args: seconds: expected duration of what the line announces."""
@@ -111,7 +111,7 @@ class Session(Generic[S, J]):
             seconds: expected duration.
             until: second of the budget at which the command is stopped.
 
-        Raises: as `Runner.run`.
+        Raises: as `CommandRunner.run`.
         """
         self.say(what, seconds=seconds, command=self.runner.command_line(arguments))
         record = self.runner.run(name, arguments, until=until)
@@ -166,10 +166,10 @@ def open_session(
     """
     options = vars(settings)
     with OwnedFolder(output, command=command, settings=options) as folder:
-        check_settings(folder.settings, options, folder=folder.path)
+        check_same_settings(folder.settings, options, folder=folder.path)
         with Stopping() as stopping:
-            clock, found = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
-            yield kind(settings, found, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
+            clock, begun = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
+            yield kind(settings, begun, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
 
 
 def check_started_once(command: str) -> None:
@@ -178,25 +178,25 @@ def check_started_once(command: str) -> None:
         raise BadInput(f"{command}: run it in one process; --launcher says how to train on several devices")
 
 
-def digest(paths: Iterable[str]) -> str:
+def files_digest(paths: Iterable[str]) -> str:
     """A hash of the contents of files, and of a model's folder, whose weights are sampled. Of paths that are neither,
     such as hub ids, the name is hashed."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
         place = Path(path).expanduser()
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
             if not file.is_file():
-                found.update(file.name.encode() if place.is_dir() else path.encode())
+                digest.update(file.name.encode() if place.is_dir() else path.encode())
             elif file.suffix in WEIGHTS:
                 size = file.stat().st_size
-                found.update(f"{file.name} {size}".encode())
+                digest.update(f"{file.name} {size}".encode())
                 with file.open("rb") as opened:
                     for part in range(SAMPLED):
                         opened.seek(part * size // SAMPLED)
-                        found.update(opened.read(SAMPLE_BYTES))
+                        digest.update(opened.read(SAMPLE_BYTES))
             else:
-                found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def target_dtype(target: str, device: str, dtype: str) -> str:

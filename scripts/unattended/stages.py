@@ -7,7 +7,7 @@ from typing import Any, Generic
 from . import evaluation, refit
 from .answers import answer, end_of_answers
 from .candidates import OURS
-from .machine import measure
+from .machine import split_and_measure
 from .reading import RefitRun
 from .rungs import choose, learn
 from .session import AutoRun, R
@@ -33,7 +33,7 @@ def can_evaluate(run: AutoRun) -> bool:
 
 
 AUTO: Sequence[Stage[AutoRun]] = (
-    Stage("machine", measure),
+    Stage("machine", split_and_measure),
     Stage("least_budget", evaluation.check_budget),
     Stage("answers_until", end_of_answers, can_learn),
     Stage("answers", answer, can_learn),
@@ -56,7 +56,7 @@ REFIT: Sequence[Stage[RefitRun]] = (
     Stage("plan", refit.plan_training),
     Stage("trained", refit.train),
     Stage("shares", refit.try_shares),
-    Stage("head", refit.choose),
+    Stage("head", refit.choose_share),
     Stage("compared", refit.compare_heads),
     Stage("decision", refit.decide),
 )

@@ -33,7 +33,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Runner:
+class CommandRunner:
     """Runs `headstart` commands."""
 
     logs: Path  # folder

@@ -18,14 +18,14 @@ from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...configs.jsonl import read_appended
 from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.vocab import count_supervised, coverage, draft_vocabulary, worthwhile_size
+from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.fit import row_share
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED
-from .journal import Answers, Measured, Plan, Rung, Score
-from .machine import predict
+from .journal import AnswerCounts, Measured, Rung, Score, TrainingPlan
+from .machine import predict_length
 from .session import AutoRun, RefitSettings, Settings
 from .steps import StepRecord
 
@@ -106,7 +106,7 @@ class Learner:
     run: AutoRun
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerCounts:
         assert self.run.journal.answers is not None
         return self.run.journal.answers
 
@@ -201,7 +201,7 @@ class Learner:
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
             return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem)
         step, length, rates = validation
-        return Score(name, step, record.seconds, length, rates, *predict(rates, self.measured(name).costs))
+        return Score(name, step, record.seconds, length, rates, *predict_length(rates, self.measured(name).costs))
 
 
 def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
@@ -240,7 +240,7 @@ def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | Non
     size, covered = worthwhile_size(counts, own, row_share=row_share(target))
     needs_more = covered is not None and round(coverage(counts, torch.tensor(own)), 4) < covered
     wider = max(size or 0, len(own)) if needs_more else len(own)
-    return draft_vocabulary(counts, size=wider, always=own)
+    return most_frequent(counts, size=wider, always=own)
 
 
 def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_rows: int, batch_size: int) -> int:
@@ -257,7 +257,9 @@ def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_
     return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
 
 
-def write_refit(folder: Path, settings: RefitSettings, config: HeadConfig, plan: Plan, *, validates: bool) -> None:
+def write_refit(
+    folder: Path, settings: RefitSettings, config: HeadConfig, plan: TrainingPlan, *, validates: bool
+) -> None:
     """Writes refit.yaml, the config of the training on the rows in data/. Args: validates: on rows there."""
     validating = {
         "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),

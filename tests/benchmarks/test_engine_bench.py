@@ -13,8 +13,8 @@ from headstart.benchmarks.engine_cells import (
     MAIN,
     OTHERS,
     SIZES,
-    Cell,
-    Workbench,
+    EngineWorkbench,
+    RoundsCell,
     left_out,
     load_cells,
     random_target,
@@ -53,12 +53,12 @@ def few_cells(monkeypatch):
     """Two cells, and no head; what is measured stands in a list."""
     done: list[str] = []
     usual = {"steps": "eager", "batch_size": 1, "context": 16, "num_passes": 1}
-    cells = [Cell(name="baseline", **usual), Cell(name="verify 2", num_draft_tokens=1, **usual)]
+    cells = [RoundsCell(name="baseline", **usual), RoundsCell(name="verify 2", num_draft_tokens=1, **usual)]
     monkeypatch.setitem(engine_bench.CELLS, "single", lambda *arguments: cells)
     monkeypatch.setattr(store, "release_memory", lambda: None)  # a full collection takes a while in a test run
     monkeypatch.setattr(engine_bench, "Environment", FixedEnvironment)
-    measure = Workbench.measure
-    monkeypatch.setattr(Workbench, "measure", lambda bench, cell: done.append(cell.name) or measure(bench, cell))
+    measure = EngineWorkbench.measure
+    monkeypatch.setattr(EngineWorkbench, "measure", lambda bench, cell: done.append(cell.name) or measure(bench, cell))
     return done
 
 
@@ -105,8 +105,8 @@ def test_cells_read_equally_many_slots_whatever_they_draft(toy, monkeypatch):
     """So that a layer is compiled once for each number of tokens."""
     built, build = [], step_times.build_engine
     monkeypatch.setattr(step_times, "build_engine", lambda *args, **how: built.append(build(*args, **how)) or built[-1])
-    base = Cell(name="", steps="eager", batch_size=1, context=16, num_passes=1)
-    bench = Workbench(toy, SIZES["toy"])
+    base = RoundsCell(name="", steps="eager", batch_size=1, context=16, num_passes=1)
+    bench = EngineWorkbench(toy, SIZES["toy"])
     for cell in (base, *(replace(base, num_draft_tokens=length) for length in (1, 5, 7))):
         bench.time(cell)
     assert len(built) == 7 and len({engine.num_slots for engine in built}) == 1
@@ -126,7 +126,7 @@ def test_what_is_left_out_is_so_for_a_cell_only(part):
 def test_a_cut_draft_vocabulary_is_timed_with_an_output_layer_of_that_size():
     size = SIZES["toy"]
     [cell] = [cell for cell in single_cells(size, "eager") if cell.name == f"draft {MAIN}"]
-    bench = Workbench(random_target(size, torch.device("cpu")), size)
+    bench = EngineWorkbench(random_target(size, torch.device("cpu")), size)
     head: Any = bench.drafted(cell)[0]
     assert head.lm_head.out_features == size.draft_vocabulary < bench.target.vocab_size
     assert bench.time(replace(cell, num_passes=1))["draft_in_baseline_steps"]["median"] > 0
@@ -163,14 +163,14 @@ def test_a_file_of_another_run_is_refused(tmp_path, few_cells, capsys):
 
 
 def test_a_cell_that_raises_is_named_and_the_others_stand(tmp_path, few_cells, monkeypatch):
-    time = Workbench.time
+    time = EngineWorkbench.time
 
     def failing(bench, cell):
         if cell.name == "baseline":
             raise RuntimeError(reason)
         return time(bench, cell)
 
-    monkeypatch.setattr(Workbench, "time", failing)
+    monkeypatch.setattr(EngineWorkbench, "time", failing)
     for reason, code in (("CUDA out of memory. Tried to allocate", 0), ("an illegal instruction", 1)):
         path = tmp_path / f"{code}.json"
         assert run(path) == code

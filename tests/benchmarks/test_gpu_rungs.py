@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from headstart.benchmarks.gpu.decoding import SIZES, Cell, Workbench, changed, setting_of, single_cells
+from headstart.benchmarks.gpu.decoding import SIZES, DecodingCell, DecodingWorkbench, changed, setting_of, single_cells
 from headstart.benchmarks.gpu.table import lines_of
 from headstart.eval.decoding import generate
 from headstart.heads.registry import head_record
@@ -127,7 +127,7 @@ def test_what_is_no_rung_is_refused(words, said):
 
 
 def test_the_models_own_forward_says_which_tokens_it_would_not_have_chosen(target):
-    bench, prompt = Workbench(target, ROOT, SIZES["toy"]), [1, 5, 9]
+    bench, prompt = DecodingWorkbench(target, ROOT, SIZES["toy"]), [1, 5, 9]
     text = generate(target, None, prompt, max_new_tokens=6, eos_token_ids=[]).token_ids[0]
     assert bench.logit_gaps(prompt, text) == [0.0] * 6
     other = [*text[:-1], (text[-1] + 1) % target.vocab_size]
@@ -140,7 +140,7 @@ def test_cells_have_names_of_their_own_and_ask_for_trees_and_chains():
     assert len({cell.name for cell in cells}) == len(cells)
     assert [cell.steps for cell in cells if cell.what == "texts"] == ["graph", "eager", "compile"]
     assert {cell.batch_size for cell in cells} == {1, 8, 32} and {cell.temperature for cell in cells} == {0.0, 0.7}
-    cell = Cell(name="head", what="drafts", steps="eager", num_draft_tokens=4)
+    cell = DecodingCell(name="head", what="drafts", steps="eager", num_draft_tokens=4)
     one, tree = setting_of(cell), setting_of(changed(cell, num_nodes=12))
     assert one and one.num_drafted == 4
     assert tree and (tree.name, tree.num_drafted) == ("dynamic:12", 12)

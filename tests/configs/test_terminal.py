@@ -18,7 +18,7 @@ def test_an_error_is_one_line_whatever_names_it_quotes():
 def test_texts_stay_what_they_are():
     for text in ("naïve 日本語 🙂 a\u200db", "[bold]x[/bold]", "\\n"):
         assert printable(text) == text
-    assert printable("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"
+    assert printable("a\n\tb\r", shown="\n\t") == "a\n\tb\\r"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -10,7 +10,7 @@ from headstart.configs.errors import BadInput
 from headstart.configs.loader import build
 from headstart.data_pipelines import filters
 from headstart.data_pipelines.filters import FilterConfig, reason_to_drop, repeated_lines, repeats_words
-from headstart.data_pipelines.row_shapes import Conversation, conversation_of, digest
+from headstart.data_pipelines.row_shapes import Conversation, conversation_of, turns_digest
 from headstart.data_pipelines.sources import Row
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
@@ -103,7 +103,7 @@ def test_a_malformed_row_is_named(data: dict[str, Any], problem: str) -> None:
 
 def test_digests_pass_over_case_and_white_space_and_ids_do_not() -> None:
     first, second = read(chat("Why  is it?\n", "So.")), read(chat("why is it?", "so."))
-    assert digest(first.turns) == digest(second.turns) != digest(read(chat("why is it? so.")).turns)
+    assert turns_digest(first.turns) == turns_digest(second.turns) != turns_digest(read(chat("why is it? so.")).turns)
     assert first.id() != second.id() == read(chat("why is it?", "so.")).id()
     assert (
         len({second.id(), second.id("own"), second.id("own", 1), read(chat("why is it?", "so.", tools=[1])).id()}) == 4

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines import plan as plan_module
-from headstart.data_pipelines.comparison import Online, compare
+from headstart.data_pipelines.comparison import Online, compare_storages
 from headstart.data_pipelines.plan import (
-    Rates,
+    ExtractionRates,
     Survey,
     estimate,
     in_hours,
@@ -52,15 +52,15 @@ def test_a_survey_counts_all_rows_and_draws_some():
 
 def test_the_epochs_from_which_the_cache_pays_off():
     found = Survey(100, 36_000_000, 30_000_000, {"float32": 10**12, "8bit": 10**11})
-    rates = {"float32": Rates(1000.0, 800.0, 1125.0), "8bit": Rates(1000.0, 1000.0, 10_000.0)}
-    comparison = compare(found, rates, free_bytes=5 * 10**11, num_processes=2)
+    rates = {"float32": ExtractionRates(1000.0, 800.0, 1125.0), "8bit": ExtractionRates(1000.0, 1000.0, 10_000.0)}
+    comparison = compare_storages(found, rates, free_bytes=5 * 10**11, num_processes=2)
     exact, small = comparison.extracted
     assert comparison.online == Online(2000.0, 18_000.0)
     assert small.extraction_hours == 5.0 and small.seconds_saved_per_epoch == 16_200.0
     assert small.pays_off_after_epochs == 2 and small.fits and not exact.fits
     assert exact.pays_off_after_epochs == 12 and exact.extraction_over_forward == 0.8
-    slow = {"8bit": Rates(1000.0, 900.0, 500.0)}
-    assert compare(found, slow, free_bytes=0).extracted[0].pays_off_after_epochs is None
+    slow = {"8bit": ExtractionRates(1000.0, 900.0, 500.0)}
+    assert compare_storages(found, slow, free_bytes=0).extracted[0].pays_off_after_epochs is None
     json.dumps(asdict(comparison))
 
 
@@ -124,7 +124,7 @@ def test_rates_say_how_far_passes_differ(target, head):
     rates = measure_rates(make_samples(8), target, Reads.of(head), config=ExtractConfig(batch_tokens=64))
     assert 0 <= rates.spread < 3
     found = survey_samples(make_samples(8), Reads.of(head), hidden_size=32, num_drawn=4)
-    comparison = compare(found, {"float32": Rates(1.0, 1.0, 1.0, 0.125)}, free_bytes=0)
+    comparison = compare_storages(found, {"float32": ExtractionRates(1.0, 1.0, 1.0, 0.125)}, free_bytes=0)
     assert (comparison.num_measured, comparison.spread) == (4, 0.125)
 
 
@@ -181,7 +181,7 @@ def test_rows_beyond_the_time_are_counted_by_a_share(target, monkeypatch):
     whole = survey_samples(samples, Reads((1,), "context", "labels"), **how)
     assert found.num_tokens == pytest.approx(whole.num_tokens, rel=0.1)
     assert found.num_bytes["8bit"] == pytest.approx(whole.num_bytes["8bit"], rel=0.1)
-    assert compare(found, {"8bit": Rates(1.0, 1.0, 1.0)}, free_bytes=0).one_row_of == every
+    assert compare_storages(found, {"8bit": ExtractionRates(1.0, 1.0, 1.0)}, free_bytes=0).one_row_of == every
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from headstart.data_pipelines.vocab import (
     coverage,
     coverage_curve,
     covering_size,
-    draft_vocabulary,
+    most_frequent,
     worthwhile_size,
 )
 from headstart.scripts.data.vocab import coverage_svg
@@ -35,20 +35,20 @@ def test_only_supervised_tokens_are_counted() -> None:
 
 
 def test_the_most_frequent_supervised_tokens_are_kept_ascending() -> None:
-    ids = draft_vocabulary(COUNTS, size=2)
+    ids = most_frequent(COUNTS, size=2)
     assert ids.dtype == torch.int64 and ids.tolist() == [5, 7]
 
 
 def test_ties_and_free_places_go_to_the_lowest_ids() -> None:
-    assert draft_vocabulary(COUNTS, size=3).tolist() == [3, 5, 7]
-    assert draft_vocabulary(COUNTS, size=6).tolist() == [0, 1, 3, 5, 7, 9]
-    assert draft_vocabulary(0 * COUNTS, size=3).tolist() == [0, 1, 2]
-    assert draft_vocabulary(COUNTS, size=12).tolist() == list(range(12))
+    assert most_frequent(COUNTS, size=3).tolist() == [3, 5, 7]
+    assert most_frequent(COUNTS, size=6).tolist() == [0, 1, 3, 5, 7, 9]
+    assert most_frequent(0 * COUNTS, size=3).tolist() == [0, 1, 2]
+    assert most_frequent(COUNTS, size=12).tolist() == list(range(12))
 
 
 def test_always_ids_are_kept_whatever_their_count() -> None:
-    assert draft_vocabulary(COUNTS, size=3, always=[11, 11, 7]).tolist() == [5, 7, 11]
-    assert draft_vocabulary(COUNTS, size=2, always=[10, 11]).tolist() == [10, 11]
+    assert most_frequent(COUNTS, size=3, always=[11, 11, 7]).tolist() == [5, 7, 11]
+    assert most_frequent(COUNTS, size=2, always=[10, 11]).tolist() == [10, 11]
 
 
 def test_special_tokens_and_those_that_the_template_writes_are_always_kept() -> None:
@@ -65,14 +65,14 @@ def test_special_tokens_and_those_that_the_template_writes_are_always_kept() -> 
 def test_coverage_is_the_share_of_supervised_tokens() -> None:
     assert coverage(COUNTS, torch.tensor([5, 7])) == pytest.approx(7 / 9)
     assert coverage(COUNTS, torch.tensor([1, 2])) == 0.0
-    assert coverage(COUNTS, draft_vocabulary(COUNTS, size=12)) == 1.0
+    assert coverage(COUNTS, most_frequent(COUNTS, size=12)) == 1.0
 
 
 def test_the_curve_is_the_coverage_of_each_size() -> None:
     curve = coverage_curve(COUNTS, always=[2, 10])
     assert curve[0][0] == 2 and curve[-1] == (12, 1.0)
     for size, covered in curve:
-        assert covered == pytest.approx(coverage(COUNTS, draft_vocabulary(COUNTS, size=size, always=[2, 10])))
+        assert covered == pytest.approx(coverage(COUNTS, most_frequent(COUNTS, size=size, always=[2, 10])))
 
 
 def test_the_plot_is_a_picture() -> None:
@@ -94,7 +94,7 @@ def test_the_plot_is_a_picture() -> None:
 )
 def test_impossible_sizes_and_ids_are_refused(size: int, always: list[int], problem: str) -> None:
     with pytest.raises(BadInput, match=f"^{problem}$"):
-        draft_vocabulary(COUNTS, size=size, always=always)
+        most_frequent(COUNTS, size=size, always=always)
 
 
 def test_a_sample_of_another_vocabulary_is_refused() -> None:

@@ -13,7 +13,7 @@ from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
-from headstart.heads.block import BlockConfig, default_feature_layers
+from headstart.heads.block_network import BlockConfig, default_feature_layers
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
 from headstart.heads.loss.chains import chain_starts, drawn_starts

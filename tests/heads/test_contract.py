@@ -162,7 +162,7 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
     """What the sampling test must be able to see."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
-    sampled, accepted = verify.choose, verify.accept_chain
+    sampled, accepted = verify.choose_tokens, verify.accept_chain
 
     def greedy_behind(logits, **how):
         return torch.cat([sampled(logits[:, :1], **how), logits[:, 1:].argmax(-1)], 1)

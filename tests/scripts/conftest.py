@@ -9,7 +9,7 @@ import pytest
 from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.scripts import cli
 from headstart.scripts.unattended import clock
-from headstart.scripts.unattended.steps import Runner, StepRecord
+from headstart.scripts.unattended.steps import CommandRunner, StepRecord
 from transformers import AutoTokenizer
 
 
@@ -100,7 +100,7 @@ def in_process(monkeypatch):
         now[0] += seconds
         return StepRecord(name, self.command_line(words), str(log), seconds, int(code), False)
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(CommandRunner, "run", run)
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(clock, "LEAST_BUDGET", 1.0)
     for part in ("machine", "refit"):

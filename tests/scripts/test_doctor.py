@@ -7,7 +7,7 @@ import pytest
 import typer
 from headstart.configs.errors import BadInput
 from headstart.scripts import doctor as module
-from headstart.scripts.doctor import LocalMachine, cpu_command, find, missing, read, shipped_configs
+from headstart.scripts.doctor import LocalMachine, cpu_command, find, missing, read_launch, shipped_configs
 from typer.testing import CliRunner
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
@@ -28,11 +28,11 @@ NODE = replace(CPU, num_cores=128, gpus=(("H200", 141 * 2**30),) * 8, cuda="13.0
 
 
 def lacking(name, machine, **how):
-    return missing(read(find(name)), machine, **how)
+    return missing(read_launch(find(name)), machine, **how)
 
 
 def test_a_node_of_eight_gpus_runs_every_shipped_config():
-    assert all(not missing(read(path), NODE) for path in shipped_configs())
+    assert all(not missing(read_launch(path), NODE) for path in shipped_configs())
 
 
 def test_a_cpu_runs_one_process_and_says_what_the_others_need():
@@ -106,8 +106,12 @@ def test_the_command_for_cpus_is_whole_and_starts_as_many_processes(headstart):
     path, start = "configs/accelerate/ddp.yaml", "--num_processes 2 -m headstart.train CONFIG"
     assert f"without GPUs: accelerate launch --config_file {path} {start}" in out and "--cpu" not in out
     assert "accelerate launch" not in headstart("cpu")[1]
-    assert not cpu_command(read(find("ddp")), NODE) and not cpu_command(read(find("ddp")), replace(CPU, num_cores=1))
-    assert "'my configs/ddp.yaml'" in cpu_command(replace(read(find("ddp")), path=Path("my configs/ddp.yaml")), CPU)
+    assert not cpu_command(read_launch(find("ddp")), NODE) and not cpu_command(
+        read_launch(find("ddp")), replace(CPU, num_cores=1)
+    )
+    assert "'my configs/ddp.yaml'" in cpu_command(
+        replace(read_launch(find("ddp")), path=Path("my configs/ddp.yaml")), CPU
+    )
 
 
 def test_an_unknown_config_is_bad_input(headstart, tmp_path):

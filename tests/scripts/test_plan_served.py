@@ -49,7 +49,7 @@ def test_predictions_are_our_acceptance_at_the_servers_rounds_and_are_checked_th
 
 
 def test_with_little_time_fewer_prompts_are_planned_for_and_all_of_them_are_measured(plan, monkeypatch):
-    monkeypatch.setattr("headstart.eval.plan.served.ServedPlanner.answer_seconds", 1.0)
+    monkeypatch.setattr("headstart.eval.plan.served.answer_seconds", lambda scope: 1.0)
     code, said, found = plan("--check all --num-draft-tokens 1 --num-draft-tokens 2 --seconds 100")
     assert code == 0, said
     # 20 of 100 s are for timing K 1 and 2 with and without drafts, of which estimates may fill 0.8: 4 answers each

@@ -18,7 +18,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import Result, TrainingRecord
+from headstart.eval.measurement.result import RecordedTraining, Result
 from headstart.eval.report.document import Report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
@@ -140,7 +140,7 @@ def run(saved_target, tmp_path):
         head = build_head(Eagle3Config(draft_vocab_size=24), target, draft_token_ids=ids, seed=seed)
         save_head(head, tmp_path / name / "final", training={"max_length": 64})
     own, other = (
-        TrainingRecord.from_json(head_record(tmp_path / name / "final").training or {}) for name in ("run", "other")
+        RecordedTraining.from_json(head_record(tmp_path / name / "final").training or {}) for name in ("run", "other")
     )
     recipe = {
         "target": {"path": str(saved_target)},

@@ -46,7 +46,7 @@ def measured(saved_target, tmp_path_factory) -> Path:
     from headstart.eval.drafters.registry import build_drafter, training_record
     from headstart.eval.measurement.config import MeasureConfig
     from headstart.eval.measurement.measure import measure
-    from headstart.eval.measurement.result import TrainingRecord
+    from headstart.eval.measurement.result import RecordedTraining
     from headstart.eval.report.document import build_report, write_report
     from headstart.eval.suites.prompts import load_suite
 
@@ -54,7 +54,7 @@ def measured(saved_target, tmp_path_factory) -> Path:
     suite = load_suite(folder / "prompts.jsonl", target, max_new_tokens=6)
     name, drafter = build_drafter(f"head:{head}", target)
     record = training_record(f"head:{head}")
-    training = TrainingRecord.from_json(record) if record else None
+    training = RecordedTraining.from_json(record) if record else None
     entry, rounds = measure(target, drafter, suite, config, name=name, training=training)
     write_report(folder / "eval", build_report(target, [entry]), rounds)
     return folder

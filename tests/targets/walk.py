@@ -26,7 +26,7 @@ from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from headstart.heads.targets.skeleton import load_skeleton
-from headstart.scripts.heads_command import describe
+from headstart.scripts.heads_command import describe_family
 from headstart.train import trainer
 from headstart.train.config import load_run
 from kind import VOCAB_SIZE, WINDOW, Kind
@@ -103,7 +103,7 @@ class Walk:
     def heads(self) -> None:
         """What `headstart heads` prints, from the config alone."""
         skeleton = load_skeleton(TargetConfig(path=str(self.path)))
-        assert [describe(family, skeleton, sized=True)["name"] for family in HEADS] == list(HEADS)
+        assert [describe_family(family, skeleton, sized=True)["name"] for family in HEADS] == list(HEADS)
 
     def states(self) -> None:
         """Features of every layer, post-norm states and logits of a text longer than four windows."""

@@ -169,7 +169,7 @@ def test_what_a_head_draws_is_a_function_of_seed_step_and_rank(run):
     torch.rand(7)
     assert curve(run("eagle", "half", *noisy)) == curve(whole)
     assert losses(run("eagle", "seeded", *noisy, "train.seed=1")) != losses(whole)
-    assert len({loop.seed_of(*key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
+    assert len({loop.step_seed(*key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

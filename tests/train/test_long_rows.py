@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from headstart.data_pipelines.loader import BatchPlan
 from headstart.data_pipelines.packing import RowSequence
-from headstart.heads.block import BlockConfig
+from headstart.heads.block_network import BlockConfig
 from headstart.heads.nn import kept
 from headstart.heads.registry import build_head
 from headstart.train.config import TrainConfig

@@ -8,7 +8,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.registry import build_head, head_class
 from headstart.train.config import TrainConfig
-from headstart.train.optim import MuonAdamW, WideMuon, build_optimizer, schedule, without_whole_matrices
+from headstart.train.optim import MuonAdamW, WideMuon, build_optimizer, learning_rate_share, without_whole_matrices
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_loaded_optimizer_goes_on_as_the_one_saved(head, config):
 
 def test_the_schedule_warms_up_to_one_and_falls_to_its_floor():
     config = TrainConfig(output_dir="unused", max_steps=10, warmup_steps=2, min_lr_ratio=0.1)
-    shares = [schedule(step, config) for step in range(11)]
+    shares = [learning_rate_share(step, config) for step in range(11)]
     assert shares[:3] == [0.5, 1.0, 1.0] and shares[10] == pytest.approx(0.1)
     assert shares[2:] == sorted(shares[2:], reverse=True)
 

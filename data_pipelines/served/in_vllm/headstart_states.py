@@ -113,9 +113,9 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         return 1  # worker says when the states of a request are taken
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        found = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
-        if found and get_tensor_model_parallel_rank() == 0:
-            [name] = found
+        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        if layers and get_tensor_model_parallel_rank() == 0:
+            [name] = layers
             self.cache = kv_caches[name]
             self.outbox = None if self.tcp is None else Outbox(self.tcp)
 
@@ -128,8 +128,8 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
                 else:
                     self.writers.submit(keep, self.outbox, ready.name, *what)
                 self.sent.add(request)
-        done, self.sent = self.sent, set()
-        return done or None, None
+        sent, self.sent = self.sent, set()
+        return sent or None, None
 
     def taken(self, cache: Tensor, ready: Ready) -> Callable[[], Tensor]:
         """Start taking the states of a request from the cache, whose blocks may be used again at once.
@@ -194,9 +194,9 @@ def keep(outbox: Outbox, name: str, token_ids: list[int], states: Callable[[], T
 def group_of_states(kv_cache_config: Any) -> int:
     """The place of the cache of states among the caches. Raises ValueError if it is not on its own."""
     groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
-    found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
-    if len(found) == 1:
-        return found[0]
+    indices = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+    if len(indices) == 1:
+        return indices[0]
     if len(groups) <= 1:
         return 0
     raise ValueError("this target's states share a cache with others (MLA targets do): vLLM cannot hand them out")
@@ -206,7 +206,7 @@ def served(vllm_config: Any) -> dict[str, Any]:
     """What identifies the states of this server."""
     model = vllm_config.model_config
     draft = vllm_config.speculative_config.draft_model_config.hf_config
-    found: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "engine": "vllm",
         "version": vllm.__version__,
         "target": model.model,
@@ -221,8 +221,8 @@ def served(vllm_config: Any) -> dict[str, Any]:
     }
     if not model.skip_tokenizer_init:
         how = {"trust_remote_code": model.trust_remote_code}
-        found["vocabulary"] = problem_or(vocabulary_digest, model.tokenizer, model.tokenizer_revision, **how)
-    return json.loads(json.dumps(found))
+        identity["vocabulary"] = problem_or(vocabulary_digest, model.tokenizer, model.tokenizer_revision, **how)
+    return json.loads(json.dumps(identity))
 
 
 def problem_or(digest: Callable[..., str], *args: Any, **kwargs: Any) -> str:

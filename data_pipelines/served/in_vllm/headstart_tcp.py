@@ -57,7 +57,7 @@ class Outbox:
         """Keep the content of a name; text says why there is none."""
         now = time.monotonic()
         with self.changed:
-            self.kept = {key: each for key, each in self.kept.items() if now - each[0] < KEPT}
+            self.kept = {key: entry for key, entry in self.kept.items() if now - entry[0] < KEPT}
             self.kept[name] = now, content
             self.changed.notify_all()
 
@@ -69,7 +69,7 @@ class Outbox:
 
     def clear(self, label: str) -> None:
         with self.changed:
-            self.kept = {key: each for key, each in self.kept.items() if not key.startswith(f"{label}-")}
+            self.kept = {key: entry for key, entry in self.kept.items() if not key.startswith(f"{label}-")}
 
     def close(self) -> None:
         self.server.shutdown()

@@ -29,7 +29,7 @@ def check_baseline(runner: Runner, parts: Sequence[Suite]) -> None:
         runner = Runner(runner.target, None, [prompt for part in parts for prompt in part.prompts], greedy)
     for part in parts:
         engine = runner.engine(len(part.prompts))
-        texts, states = decoded(engine, part.prompts, min(MOST_TOKENS, config.max_new_tokens))
+        texts, states = decode_baseline(engine, part.prompts, min(MOST_TOKENS, config.max_new_tokens))
         for row in range(min(left, len(texts))):
             check_text(engine, part.prompts[row], texts[row], states[row : row + 1], where=part.sources[row].row)
         left -= len(texts)
@@ -38,7 +38,7 @@ def check_baseline(runner: Runner, parts: Sequence[Suite]) -> None:
 
 
 @torch.no_grad()
-def decoded(engine: Engine, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], Tensor]:
+def decode_baseline(engine: Engine, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], Tensor]:
     """The baseline's next tokens behind each prompt, end tokens or not, and the states [B, n, D] that they are chosen
     from."""
     tokens, start = right_padded(prompts, engine.target.device)

@@ -22,12 +22,12 @@ LEAST_LOGIT = -1e4  # below it are tokens that the model rules out
 @contextmanager
 def generation_config(model: Any, **values: Any) -> Iterator[None]:
     """The model with these generation settings alone; its own may sample or penalise repetition."""
-    kept = model.generation_config
+    own_config = model.generation_config
     model.generation_config = GenerationConfig(**values)
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = own_config
 
 
 @torch.no_grad()
@@ -52,8 +52,8 @@ def own_step_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -
 
     how: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     with own_attention(target), generation_config(target.model, max_new_tokens=len(new), pad_token_id=0, **how):
-        done = target.model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[force])
-    return torch.cat(done.logits).to(target.device)
+        generated = target.model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[force])
+    return torch.cat(generated.logits).to(target.device)
 
 
 def rounding(target: Target, logits: Tensor) -> Tensor:

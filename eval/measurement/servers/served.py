@@ -19,7 +19,7 @@ from ..passes import measure_parts
 from ..result import SERVER, Result
 from ..resume import BatchStore, Record, kept_in
 from ..summary import unmeasured, with_speedup
-from .llama_server import Answer, LlamaServer, ServerFiles
+from .llama_server import LlamaServer, ServerAnswer, ServerFiles
 
 SWEPT = range(1, 8)  # values of K if none is given
 WARM_TOKENS = 8  # that a server started for one answer writes before it
@@ -32,25 +32,28 @@ def swept(files: ServerFiles) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswers:
     """A prompt's answers with the head and without it, one per repeat."""
 
-    drafted: list[Answer]
-    plain: list[Answer]
+    drafted: list[ServerAnswer]
+    plain: list[ServerAnswer]
 
     @property
     def seconds(self) -> tuple[float, float]:
         """Decoding time without and with the head, for the number of tokens decoded with it; without prefills."""
-        num_tokens, per_token = decoded(self.drafted), decode_seconds(self.plain) / max(1, decoded(self.plain))
+        num_tokens, per_token = (
+            count_decoded(self.drafted),
+            decode_seconds(self.plain) / max(1, count_decoded(self.plain)),
+        )
         return per_token * num_tokens, decode_seconds(self.drafted)
 
 
-def decoded(answers: Sequence[Answer]) -> int:
+def count_decoded(answers: Sequence[ServerAnswer]) -> int:
     """Number of tokens, without the first of each answer, which the prefill gives."""
     return sum(max(0, answer.num_tokens - 1) for answer in answers)
 
 
-def decode_seconds(answers: Sequence[Answer]) -> float:
+def decode_seconds(answers: Sequence[ServerAnswer]) -> float:
     return sum(answer.decode_ms for answer in answers) / 1000
 
 
@@ -77,7 +80,7 @@ def measure_served(
     Args: target: whose tokenizer made the prompts. lengths: values of K. on_prompt: called after each prompt and K.
     Raises: BadInput if a server does not start, and on settings that are not supported.
     """
-    check_settings(config)
+    check_served_settings(config)
     if files.looks_up and list(lengths) != [MOST_DRAFTED]:
         raise BadInput(f"--num-draft-tokens: llama-server looks up at most {MOST_DRAFTED} tokens, as it decides")
     max_length = max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM
@@ -88,19 +91,19 @@ def measure_served(
             config = replace(config, setting=chain(length))
             drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in files.read))
             name = files.head.name if files.head else "none"
-            kept = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
+            stored = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
             per_round = 0 if files.looks_up else length
             with ExitStack() as stack:
                 afresh = partial(answer_afresh, command)
                 drafting = afresh if files.looks_up else stack.enter_context(LlamaServer(command)).answer
                 sides = [drafting, plain.answer]
                 results.append(
-                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, kept=kept)
+                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, stored=stored)
                 )
     return results
 
 
-def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: int) -> Answer:
+def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: int) -> ServerAnswer:
     """The answer of a server started for it: one that looks up keeps what it has seen, this prompt's earlier answers
     included."""
     with LlamaServer(command) as server:
@@ -108,24 +111,24 @@ def answer_afresh(command: Sequence[str], prompt: list[int], *, max_new_tokens: 
         return server.answer(prompt, max_new_tokens=max_new_tokens)
 
 
-def check_settings(config: MeasureConfig) -> None:
+def check_served_settings(config: MeasureConfig) -> None:
     if config.temperature or config.accept.name != "exact" or config.stop_strings or config.batch_size != 1:
         raise BadInput("--engine llama-server: is measured greedily, at batch 1, with no --stop and no other --accept")
 
 
 def one_length(
-    sides: Sequence[Callable[..., Answer]],
+    sides: Sequence[Callable[..., ServerAnswer]],
     suite: Suite,
     config: MeasureConfig,
     name: str,
     *,
     on_prompt: Callable[[], object],
     per_round: int,
-    kept: tuple[BatchStore, str] | None,
+    stored: tuple[BatchStore, str] | None,
 ) -> Result:
     """Measure both sides, as `LlamaServer.answer` each, on all prompts at one K."""
 
-    def ask(prompt: list[int], which: int) -> Answer:
+    def ask(prompt: list[int], which: int) -> ServerAnswer:
         return sides[which](prompt, max_new_tokens=config.max_new_tokens)
 
     def warm_up(part: Suite) -> None:
@@ -133,20 +136,25 @@ def one_length(
             ask(part.prompts[0], which)
 
     def both(number: int, part: Suite) -> Record:
-        found: list[list[dict[str, Any]]] = [[], []]
+        answers_by_side: list[list[dict[str, Any]]] = [[], []]
         for repeat in range(config.num_repeats):
             for which in (0, 1) if (number + repeat) % 2 == 0 else (1, 0):
-                found[which].append(asdict(ask(part.prompts[0], which)))
-        return {"sides": found}
+                answers_by_side[which].append(asdict(ask(part.prompts[0], which)))
+        return {"sides": answers_by_side}
 
     parts = [suite.subset([i]) for i in range(len(suite.prompts))]
-    done, failed = measure_parts(parts, both, warm_up, kept=kept, on_part=on_prompt)
-    answers = [Served(*([Answer(**one) for one in side] for side in record["sides"])) for record in done.values()]
-    suite = replace(suite.subset(list(done)), failed=[*suite.failed, *failed])
+    answered, failed = measure_parts(parts, both, warm_up, stored=stored, on_part=on_prompt)
+    answers = [
+        ServedAnswers(*([ServerAnswer(**one) for one in side] for side in record["sides"]))
+        for record in answered.values()
+    ]
+    suite = replace(suite.subset(list(answered)), failed=[*suite.failed, *failed])
     return result_of(suite, config, answers, name=name, per_round=per_round)
 
 
-def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, name: str, per_round: int) -> Result:
+def result_of(
+    suite: Suite, config: MeasureConfig, served: Sequence[ServedAnswers], *, name: str, per_round: int
+) -> Result:
     """A result with the figures that a server's counts allow, without those of single rounds and positions.
 
     Args: per_round: tokens drafted in every round; 0: varying.
@@ -159,10 +167,10 @@ def result_of(suite: Suite, config: MeasureConfig, served: Sequence[Served], *, 
     if not served:
         return empty
     firsts, length = [one.drafted[0] for one in served], setting.num_draft_tokens
-    num_rounds, num_committed = sum(answer.num_rounds(per_round) for answer in firsts), decoded(firsts)
+    num_rounds, num_committed = sum(answer.num_rounds(per_round) for answer in firsts), count_decoded(firsts)
     accepted = (num_committed - num_rounds) / num_rounds if num_rounds else None
     plain_seconds, seconds = (sum(times) for times in zip(*(one.seconds for one in served), strict=True))
-    num_tokens = sum(decoded(one.drafted) for one in served)
+    num_tokens = sum(count_decoded(one.drafted) for one in served)
     prefills = [answer.prompt_ms for one in served for answer in one.drafted]
     plain_prefills = [answer.prompt_ms for one in served for answer in one.plain]
     whole, plain_whole = seconds + sum(prefills) / 1000, plain_seconds + sum(plain_prefills) / 1000

@@ -34,13 +34,13 @@ def parameters(package: Any, arguments: Sequence[str]) -> Any:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--spec-type", choices=kinds, default="none")
     told = vars(parser.parse_args(arguments))
-    found = package.CommonParams()
-    found.hostnames = [told.pop("host")]
-    found.speculative.types = [getattr(package.common_speculative_type, kinds[told.pop("spec_type")])]
+    params = package.CommonParams()
+    params.hostnames = [told.pop("host")]
+    params.speculative.types = [getattr(package.common_speculative_type, kinds[told.pop("spec_type")])]
     for field, value in told.items():
         *path, name = field.split(".")
-        setattr(functools.reduce(getattr, path, found), name, value)
-    return found
+        setattr(functools.reduce(getattr, path, params), name, value)
+    return params
 
 
 def main() -> None:

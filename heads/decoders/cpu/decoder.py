@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...nn.layers import Rotary, Tables
 from ..cache import SlotCache
-from ..joined_decoder import Decoded, has_plain_products, is_known
+from ..joined_decoder import DecoderOutput, has_known_layers, has_plain_products
 from ..layer_weights import LayerWeights
 from . import structs
 from .build import kernels, multiplies_bf16
@@ -45,7 +45,7 @@ class CpuLayers:
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.mlp_size, self.read_size, self.eps = mlp.gate_proj.out_features, attention.q_proj.in_features, eps
-        self.weights = [weights_of(layer) for layer in layers]
+        self.weights = [blocked_weights(layer) for layer in layers]
         self.layers = (structs.Layer * len(layers))()
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
@@ -69,7 +69,7 @@ class CpuLayers:
 
     def is_for(self, x: Tensor) -> bool:
         """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
-        return x[..., 0].numel() <= most_tokens() and usable_kernels(x) is not None
+        return x[..., 0].numel() <= most_kernel_tokens() and usable_kernels(x) is not None
 
     @property
     def writes(self) -> bool:
@@ -87,7 +87,7 @@ class CpuLayers:
         last: Tensor | None = None,
         read: Tensor | None = None,
         first_layer: int = 0,
-        kept: Iterable[Tensor | None] = (),
+        entering: Iterable[Tensor | None] = (),
         final_norm: Tensor | None = None,
         choice: "Choice | None" = None,
     ) -> Tensor:
@@ -98,13 +98,13 @@ class CpuLayers:
             mask: [B, 1, Q, P] additive; None: a token sees the slots up to its own, or up to `last` [B, Q].
             read: [B, Q, in] input of the first layer's attention; None: the normalised residual stream.
             first_layer: index of the first layer in the cache.
-            kept: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
+            entering: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
             final_norm: [D] gain of a norm after the last layer; None: no norm.
             choice: also compute the argmax of an output layer for each token.
         """
         library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
         assert library is not None
-        for layer, place in zip(self.layers, kept, strict=False):
+        for layer, place in zip(self.layers, entering, strict=False):
             layer.kept = None if place is None else place.data_ptr()
         mask = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
         slots = cache.positions.expand(x.shape[:2]).contiguous()
@@ -164,7 +164,7 @@ class CpuLayers:
         )
 
 
-def most_tokens() -> float:
+def most_kernel_tokens() -> float:
     """For how many tokens per forward the kernels are faster than torch, which elsewhere emulates bf16."""
     return MOST_TOKENS if multiplies_bf16() else math.inf
 
@@ -186,12 +186,12 @@ class CpuDecoder:
     @property
     def most_tokens(self) -> float:
         """Per forward."""
-        return most_tokens()
+        return most_kernel_tokens()
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
         """Whether the kernels are available and support these layers. Args: weight: [V, D] of the output layer."""
-        return is_multiplied(weight) and is_known(layers, config, weight) and CpuLayers.takes(list(layers))
+        return is_multiplied(weight) and has_known_layers(layers, config, weight) and CpuLayers.takes(list(layers))
 
     def read(
         self,
@@ -202,14 +202,14 @@ class CpuDecoder:
         *,
         wanted: set[int],
         chooses: bool = False,
-    ) -> Decoded:
+    ) -> DecoderOutput:
         """As JoinedDecoder.read, except that without a mask each token sees the slots up to its own.
 
         Args: chooses: whether to compute `best` too.
         """
         choice = Choice(self.output, self.vocab_size, torch.empty(x.shape[:2], dtype=torch.long)) if chooses else None
-        kept = {i: torch.empty_like(x) for i in wanted}
-        by_layer = [kept.get(i) for i in range(len(self.layers.weights))]
+        entering = {i: torch.empty_like(x) for i in wanted}
+        by_layer = [entering.get(i) for i in range(len(self.layers.weights))]
         if self.has_tables:
             tables = self.rotary.tables(cache.max_length, like=x)
         else:
@@ -217,8 +217,8 @@ class CpuDecoder:
             tables = Tables(cos.contiguous(), sin.contiguous())
             positions = torch.arange(x[..., 0].numel()).view(x.shape[:2])
         ends = {"final_norm": self.final_norm, "choice": choice}
-        out = self.layers(x, cache, tables, positions, mask=mask, kept=by_layer, **ends)
-        return Decoded(out, kept, None if choice is None else choice.best)
+        out = self.layers(x, cache, tables, positions, mask=mask, entering=by_layer, **ends)
+        return DecoderOutput(out, entering, None if choice is None else choice.best)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V] bf16."""
@@ -229,7 +229,7 @@ class CpuDecoder:
         return multiply_argmax(post_norm, self.output, self.vocab_size)
 
 
-def weights_of(layer: Any) -> LayerWeights:
+def blocked_weights(layer: Any) -> LayerWeights:
     """The weights of a known decoder layer: norms and biases as they are, matrices blocked, and the blocks of gate and
     up interleaved."""
     attention, mlp = layer.self_attn, layer.mlp

@@ -41,13 +41,13 @@ def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     """[..., K] -> [...] the argmax of `multiply`, the first index if several tie."""
     library, x = kernels(), x.contiguous()
     assert library is not None
-    found, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
-    product = x.data_ptr(), found.numel(), size, weight.data_ptr(), num_outputs
-    library.multiply_argmax(*product, found.data_ptr(), torch.get_num_threads())
-    return found
+    indices, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
+    product = x.data_ptr(), indices.numel(), size, weight.data_ptr(), num_outputs
+    library.multiply_argmax(*product, indices.data_ptr(), torch.get_num_threads())
+    return indices
 
 
-def normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
+def rms_normalised(x: Tensor, gain: Tensor, eps: float) -> Tensor | None:
     """x / rms(x) * gain over the last dimension; None if the kernels do not support it."""
     library = usable_kernels(x)
     if library is None or gain.dtype != x.dtype:
@@ -64,9 +64,9 @@ def best(logits: Tensor) -> Tensor:
     if library is None:
         return logits.argmax(-1)
     logits, size = logits.contiguous(), logits.shape[-1]
-    found = torch.empty(logits.shape[:-1], dtype=torch.long)
-    library.argmax(logits.data_ptr(), found.numel(), size, found.data_ptr())
-    return found
+    indices = torch.empty(logits.shape[:-1], dtype=torch.long)
+    library.argmax(logits.data_ptr(), indices.numel(), size, indices.data_ptr())
+    return indices
 
 
 def usable_kernels(x: Tensor) -> ctypes.CDLL | None:
@@ -89,8 +89,8 @@ def pack_linears(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> Non
     Args: without: submodules to leave unchanged.
     """
     others = {inner for part in without for inner in part.modules()}
-    inside = (each for each in module.modules() if type(each) is nn.Linear and each not in others)
-    linears = [each for each in inside if is_multiplied(each.weight) and "forward" not in vars(each)]
+    inside = (linear for linear in module.modules() if type(linear) is nn.Linear and linear not in others)
+    linears = [linear for linear in inside if is_multiplied(linear.weight) and "forward" not in vars(linear)]
     if linears and kernels() is not None:
         for linear in linears:
             linear.forward = _packed_forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
@@ -101,7 +101,7 @@ class WideProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[1].dtype == torch.bfloat16 and args[1].device.type == "cpu":
-            wide: list[Any] = [None if each is None else each.float() for each in args]
+            wide: list[Any] = [None if tensor is None else tensor.float() for tensor in args]
             return F.linear(*wide).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 

@@ -119,16 +119,16 @@ def test_prompts_that_begin_alike_are_read_behind_each_other(command, tmp_path, 
     """So that what they share, as the instruction of a domain, is read once."""
     instructions = ["w20 w21 w22 w23 w24", "w30 w31 w32 w33 w34"]
     rows = [{"prompt": f"{instructions[number % 2]} w{10 + number}"} for number in range(12)]
-    path, num_kept, prefill = tmp_path / "two.jsonl", [], continuous.prefill
+    path, lengths, prefill = tmp_path / "two.jsonl", [], continuous.prefill
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def noting(reader, texts, watch, *, kept: int):
-        num_kept.append(kept)
-        return prefill(reader, texts, watch, kept=kept)
+    def noting(reader, texts, watch, *, num_kept: int):
+        lengths.append(num_kept)
+        return prefill(reader, texts, watch, num_kept=num_kept)
 
     monkeypatch.setattr(continuous, "prefill", noting)
     command(f"sources={path}", f"output={tmp_path / 'answers'}", "sampling.temperature=0")
-    assert num_kept[0] == 0 and sum(one >= 7 for one in num_kept) == 10
+    assert lengths[0] == 0 and sum(one >= 7 for one in lengths) == 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -146,7 +146,7 @@ def test_stopped_within_a_batch_the_command_ends_the_same(temperature, command, 
         if progress.num_answered in (3, 6) and len(shown) > 1 and shown[-2] != shown[-1]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(data_regenerate.Bar, "show", stop)
+    monkeypatch.setattr(data_regenerate.AnswerProgress, "show", stop)
     for enough in (3, 6):
         with pytest.raises(KeyboardInterrupt):
             command(sampling, f"output={tmp_path / 'out'}")

@@ -17,7 +17,7 @@ from headstart.data_pipelines.answers.regenerate import ClientConfig
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
-from headstart.data_pipelines.traffic import served
+from headstart.data_pipelines.traffic import served_chat
 from headstart.eval.drafters.answers import answered
 from headstart.heads.chat.prompts import prompt_ids
 from headstart.heads.chat.written_ids import tokenizer_fingerprint
@@ -136,5 +136,5 @@ def test_servers_are_told_what_rows_record(monkeypatch):
 
 def test_served_traffic_keeps_what_its_requests_told():
     request = {"messages": [{"role": "user", "content": "hi"}], "extra_body": {"chat_template_kwargs": {"a": 1}}}
-    row, _ = served({"request": request, "response": "ok"}, "a:1")
+    row, _ = served_chat({"request": request, "response": "ok"}, "a:1")
     assert row.row["chat_template_kwargs"] == {"a": 1}

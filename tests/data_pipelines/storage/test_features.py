@@ -226,7 +226,7 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(num_kills, target, tm
     if not (tmp_path / "cut" / "manifest.json").exists():
         work()
     assert extract_module.is_finished(tmp_path / "cut", extraction.fields)
-    extract_module.clear(tmp_path / "cut")  # as every start does
+    extract_module.clear_unfinished(tmp_path / "cut")  # as every start does
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
@@ -251,7 +251,7 @@ def test_a_failing_writer_stops_the_extraction(target, tmp_path, monkeypatch):
     def full(*args, **how):
         raise BadInput("shard_00000.safetensors: No space left on device")
 
-    monkeypatch.setattr("headstart.data_pipelines.storage.shards.write_rows", full)
+    monkeypatch.setattr("headstart.data_pipelines.storage.shards.write_shard", full)
     with pytest.raises(BadInput, match="No space left"):
         extraction.run(tmp_path / "out")
 

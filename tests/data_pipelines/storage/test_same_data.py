@@ -18,7 +18,7 @@ from headstart.data_pipelines.storage.shards import Shards
 from headstart.heads.registry import build_head
 from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
-from headstart.scripts.unattended.session import digest
+from headstart.scripts.unattended.session import files_digest
 from headstart.train.config import load_inputs
 
 # the golden samples that each version of the encoding gives; another file needs another version, if what it holds of
@@ -130,11 +130,11 @@ def test_a_prepared_data_set_is_not_taken_for_that_of_other_rows_of_the_same_siz
 
 
 def test_an_unattended_run_knows_its_targets_files(world):
-    place, before = str(world / "target"), digest([str(world / "target")])
-    assert digest([place]) == before == digest([str(shutil.copytree(place, world / "copy"))])
+    place, before = str(world / "target"), files_digest([str(world / "target")])
+    assert files_digest([place]) == before == files_digest([str(shutil.copytree(place, world / "copy"))])
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         path = world / "target" / name
         kept = path.read_bytes()
         path.write_bytes(kept[:-9] + bytes(9))
-        assert digest([place]) != before, name
+        assert files_digest([place]) != before, name
         path.write_bytes(kept)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from headstart.eval.decoding import continuous, generate
-from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import SuffixDrafter
@@ -26,7 +26,7 @@ def alone(target, prompt, **options):
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_answers_are_those_of_generate(target, batch_size):
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
     answers = dict(answer_continuously(target, waiting, batch_size=batch_size, max_new_tokens=14))
     assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(PROMPTS)}
     assert not waiting
@@ -38,7 +38,7 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     prompts = [[*system, 7], [*system, 7, 2, 6], [*system, 7, 2, 6], [*system, 1], [5, *system], system]
     kept, read = [], continuous.prefill
     monkeypatch.setattr(continuous, "prefill", lambda *given, **how: kept.append(how["kept"]) or read(*given, **how))
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     answers = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=14))
     assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(prompts)}
     assert kept == [0, 6, 7, 5, 0, 0]
@@ -55,7 +55,7 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]]
     rounds, run = [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=head))
     one_by_one = [generate(target, head, prompt, max_new_tokens=24) for prompt in prompts]
     assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
@@ -76,7 +76,7 @@ def test_other_drafters_too(name, target, tiny_target, monkeypatch):
     prompts = [*PROMPTS[:5], [3 + 7 * i % 50 for i in range(60)], [3 + 5 * i % 50 for i in range(90)]]
     drafter, rounds, run = OTHERS[name](target, tiny_target), [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=drafter))
     one_by_one = [generate(target, drafter, prompt, max_new_tokens=24) for prompt in prompts]
     assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
@@ -87,7 +87,7 @@ def test_other_drafters_too(name, target, tiny_target, monkeypatch):
 def test_rows_leave_as_they_end_and_others_take_their_place(target):
     texts = [alone(target, prompt, max_new_tokens=14) for prompt in PROMPTS]
     stop = Stop(frozenset({texts[0][2]}))  # ends answers at unequal lengths
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
     order = []
     for key, tokens in answer_continuously(target, waiting, batch_size=2, max_new_tokens=14, stop=stop):
         order.append(key)
@@ -96,11 +96,11 @@ def test_rows_leave_as_they_end_and_others_take_their_place(target):
 
 
 def test_what_is_asked_meanwhile_is_answered_also_where_it_is_longer(target):
-    waiting, answers = deque([Asked("first", PROMPTS[0])]), {}
+    waiting, answers = deque([WaitingPrompt("first", PROMPTS[0])]), {}
     for key, tokens in answer_continuously(target, waiting, batch_size=2, max_new_tokens=6):
         answers[key] = tokens
         if key == "first":
-            waiting.append(Asked("second", PROMPTS[0] + tokens + [9] * 90))
+            waiting.append(WaitingPrompt("second", PROMPTS[0] + tokens + [9] * 90))
     assert answers["second"] == alone(target, PROMPTS[0] + answers["first"] + [9] * 90, max_new_tokens=6)
 
 
@@ -126,11 +126,11 @@ def test_a_soak_leaves_memory_flat_and_every_text_the_targets_own(seconds, saved
     texts = [alone(target, prompt, max_new_tokens=14, stop_strings=strings) for prompt in prompts]
     assert len({len(text) for text in texts}) > 3
     stop, start, num_answered = Stop.of(target, strings=strings), time.monotonic(), 0
-    waiting: deque[Asked] = deque()
+    waiting: deque[WaitingPrompt] = deque()
     before = None  # MiB, after a fourth of the time
 
     def ask(number):
-        waiting.extend(Asked(str(i), prompts[i]) for i in (chance.randrange(15) for _ in range(number)))
+        waiting.extend(WaitingPrompt(str(i), prompts[i]) for i in (chance.randrange(15) for _ in range(number)))
 
     while time.monotonic() - start < seconds or num_answered < 60:
         ask(1)

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
-from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.draft_setting import chains
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -117,7 +117,7 @@ def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
 
 def test_rows_join_and_leave_captured_rounds(on_gpu):
     head = head_for("eagle3", on_gpu)
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
     answers = dict(answer_continuously(on_gpu, waiting, batch_size=2, max_new_tokens=40, drafter=head))
     wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in PROMPTS]
     assert answers == {str(i): text for i, text in enumerate(wanted)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import continuous, replay
-from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.replay import default_steps
@@ -212,7 +212,7 @@ def joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     when the long ones have left. The answers, and the drafts that were accepted, are those of each prompt alone."""
     prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
     wanted = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     rounds, run = [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
     monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
@@ -150,7 +150,7 @@ def test_one_engine_decodes_batch_after_batch(hybrid):
 @pytest.mark.parametrize("drafter", ["none", "itself"])
 def test_rows_join_and_leave_a_running_batch(drafter, hybrid):
     target, texts = hybrid
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(PROMPTS * 2))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS * 2))
     how = {"batch_size": 3, "max_new_tokens": NUM_NEW, "stop": Stop(frozenset())}
     answers = dict(answer_continuously(target, waiting, drafter=DRAFTERS[drafter](target), **how))
     assert answers == {str(i): text for i, text in enumerate(texts * 2)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from headstart.eval.decoding import loop as generating
 from headstart.eval.decoding import replay
-from headstart.eval.decoding.continuous import Asked, answer_continuously
+from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
@@ -90,7 +90,7 @@ def test_rows_that_join_a_batch_later_are_the_models_own_text(target, texts, mon
     """Also where a prompt begins like the one before it, whose cache is kept, and only one of the two is long."""
     prompts = [PROMPTS[3], PROMPTS[3][:25], *PROMPTS]
     wanted = [texts[3], own_text(target, PROMPTS[3][:25]), *texts]
-    waiting = deque(Asked(str(i), prompt) for i, prompt in enumerate(prompts))
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     found = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=NUM_NEW, stop=Stop(frozenset())))
     assert [found[str(i)] for i in range(len(prompts))] == wanted
 

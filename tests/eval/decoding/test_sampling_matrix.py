@@ -143,7 +143,7 @@ def test_guesses_verified_as_if_drawn_are_caught(tree, small, chi_square, monkey
 )
 def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_square, monkeypatch):
     """What follows the last drafted token of a path is sampled from the raw logits."""
-    choose, probs = sampling.choose, sampling.target_probs
+    choose, probs = sampling.choose_tokens, sampling.target_probs
     first = 2 if "chain" in tree else 3  # the root has at most two children in these trees
 
     def raw_behind(logits, processed):
@@ -154,7 +154,7 @@ def test_a_bonus_token_without_logits_processing_is_caught(tree, small, chi_squa
             return choose(logits, **how)
         return sampling.sample(raw_behind(logits, probs(logits, how["sampling"])), how["generator"])
 
-    monkeypatch.setattr(engine, "choose", choose_wrong)
-    monkeypatch.setattr(verify, "choose", choose_wrong)
+    monkeypatch.setattr(engine, "choose_tokens", choose_wrong)
+    monkeypatch.setattr(verify, "choose_tokens", choose_wrong)
     monkeypatch.setattr(verify, "target_probs", lambda logits, *how: raw_behind(logits, probs(logits, *how)))
     assert chi_square(small, untrained("medusa", small), tree=TREES[tree], **HOWS[0]) > 3

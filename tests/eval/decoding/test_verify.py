@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.eval.decoding.sampling import Sampling, choose, sample, target_probs
+from headstart.eval.decoding.sampling import Sampling, choose_tokens, sample, target_probs
 from headstart.eval.decoding.verify import accept_chain, accept_sampled, accept_tree, accept_typical, residual_behind
 from transformers import (
     LogitsProcessorList,
@@ -101,10 +101,10 @@ def test_target_probs_are_those_of_transformers(how):
 def test_temperature_zero_is_the_penalised_argmax_lowest_id_first():
     logits = torch.tensor([[1.0, 4.0, 4.0, 3.0], [-1.0, -2.0, -1.5, -1.0]])
     assert target_probs(logits, Sampling()).argmax(-1).tolist() == [1, 0]
-    assert choose(logits, Sampling()).tolist() == [1, 0]
+    assert choose_tokens(logits, Sampling()).tolist() == [1, 0]
     history = torch.tensor([[False, True, False, False], [True, False, False, True]])
     how = Sampling(repetition_penalty=2.0, top_k=1, top_p=0.5)
-    assert choose(logits, how, history=history).tolist() == [2, 2]
+    assert choose_tokens(logits, how, history=history).tolist() == [2, 2]
     assert target_probs(logits, how, history).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
 
 
@@ -122,7 +122,7 @@ def test_half_precision_logits_are_scored_in_fp32():
 def test_samples_follow_their_distribution():
     logits = torch.tensor([2.0, 0.0, 1.0, -math.inf, 0.5])
     how = Sampling(temperature=0.8, top_k=3)
-    tokens = choose(logits.expand(50, 1000, -1), how, generator=source())
+    tokens = choose_tokens(logits.expand(50, 1000, -1), how, generator=source())
     assert tokens.shape == (50, 1000)
     expected = target_probs(logits, how) * 50_000
     counts = torch.bincount(tokens.flatten(), minlength=5)
@@ -248,7 +248,7 @@ def test_no_rule_reads_from_the_device():
         history = torch.zeros(2, 5, 7, dtype=torch.bool)
         how = Sampling(temperature=0.7, top_k=3, top_p=0.9, repetition_penalty=1.1)
         probs, greedy = target_probs(logits, how, history), target_probs(logits, Sampling())
-        chosen = choose(logits, how, history=history)
+        chosen = choose_tokens(logits, how, history=history)
         results = [
             accept_tree(chosen, drafted, parents, depth=3),
             accept_sampled(probs, greedy, drafted, parents, depth=3),

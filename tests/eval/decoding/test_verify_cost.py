@@ -18,7 +18,7 @@ from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.tree_search import sampled_chain, verify_cost
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.block import BlockConfig
+from headstart.heads.block_network import BlockConfig
 from headstart.heads.drafting import Proposal, worth_verifying
 from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.eval_drafts import WantedDrafts

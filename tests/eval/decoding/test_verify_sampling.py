@@ -73,7 +73,7 @@ class Setting:
         self.grow(sampled=rule == "sampled")
         tree = (self.drafted, self.parents)
         if rule == "deterministic":
-            chosen = sample(self.at_nodes(self.target), self.source)  # as `choose` does
+            chosen = sample(self.at_nodes(self.target), self.source)  # as `choose_tokens` does
             return accept_tree(chosen, *tree, depth=DEPTH)
         probs = self.at_nodes(self.target)
         draft_probs = torch.zeros_like(probs) if rule == "struck out" else self.draft_probs
@@ -201,7 +201,7 @@ def test_sampled_children_are_accepted_more(tree, draft):
 @pytest.mark.parametrize("tree", ["3 children", "2 x 2", "ragged"])
 def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatch):
     if forgotten == "both":
-        monkeypatch.setattr(verify, "normalised", lambda weights: weights)
+        monkeypatch.setattr(verify, "as_probabilities", lambda weights: weights)
     elif forgotten == "draft":
         monkeypatch.setattr(verify, "without", lambda draft, token: draft.scatter(1, token, 0.0))
     else:

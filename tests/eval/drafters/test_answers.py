@@ -12,7 +12,7 @@ from headstart.eval.drafters.answers import Answers, load_answers
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.llamacpp_cache import write_cache
 from headstart.eval.drafters.lookup import SuffixDrafter
-from headstart.eval.drafters.rates import Rates
+from headstart.eval.drafters.rates import LookupRates
 from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
 from headstart.eval.measurement.config import MeasureConfig
@@ -28,7 +28,7 @@ PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
 
 
 def row_of(answers, *text):
-    row = SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), answers.trie, rates=Rates())
+    row = SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), answers.trie, rates=LookupRates())
     row.read_prompt(text)
     return row
 

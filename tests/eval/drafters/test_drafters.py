@@ -6,6 +6,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
+from headstart.eval.drafters import lookup
 from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
@@ -19,15 +20,12 @@ from headstart.heads.target import Target
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
 
 
-@pytest.fixture(
-    params=["ngram", "suffix", "suffix-shared", "draft-model", "small-draft-model", "itself", "sparse-self"]
-)
+@pytest.fixture(params=["ngram", "suffix", "draft-model", "small-draft-model", "itself", "sparse-self"])
 def drafter(request, target, tiny_target) -> Drafter:
     """Every drafter, and draft models that are unlike the target, lack half of its vocabulary, or equal it."""
     make = {
         "ngram": lambda: NgramDrafter(),
         "suffix": lambda: SuffixDrafter(),
-        "suffix-shared": lambda: SuffixDrafter(4, is_shared=True, max_nodes=50),
         "draft-model": lambda: DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size),
         "small-draft-model": lambda: DraftModelDrafter(tiny_target("llama", vocab_size=30), target_vocab_size=61),
         "itself": lambda: DraftModelDrafter(target),
@@ -99,7 +97,6 @@ def test_ngram_copies_what_followed_the_longest_match():
     assert drafts(drafter, [[1, 2, 3, 9, 2, 3, 8, 1, 2, 3]], 2) == [[9, 2]]  # three tokens before two later ones
     assert drafts(drafter, [[2, 3, 9, 2, 3, 8, 1, 2, 3]], 2) == [[8, 1]]  # of equal matches the latest
     assert drafts(NgramDrafter(1), [[1, 2, 3, 9, 2, 3, 8, 7, 3]], 2) == [[8, 7]]
-    assert drafts(NgramDrafter(3, 2), [[5, 6, 7, 6]], 2) == [[6, 6]]  # one token is too few here
 
 
 def test_ngram_always_drafts_as_many():
@@ -156,30 +153,26 @@ def test_suffix_takes_the_more_frequent_continuation():
     assert drafts(NgramDrafter(), [text], 1) == [[8]]  # the latest
 
 
-def test_suffix_prefers_a_longer_match_to_a_more_frequent_one():
+def test_suffix_prefers_a_longer_match_to_a_more_frequent_one(monkeypatch):
     text = [9, 2, 6, 4, 2, 7, 3, 2, 7, 5, 9, 2]
     assert drafts(SuffixDrafter(), [text], 2) == [[6, 4]]
-    assert drafts(SuffixDrafter(max_depth=1), [text], 1) == [[7]]
+    monkeypatch.setattr(lookup, "MAX_SUFFIX", 1)
+    assert drafts(SuffixDrafter(), [text], 1) == [[7]]
 
 
-def test_a_shared_trie_learns_from_other_rows_and_earlier_prompts():
-    shared = SuffixDrafter(is_shared=True)
-    assert drafts(shared, [[5, 6, 7, 8], [4, 5, 6]], 2)[1] == [7, 8]
-    assert drafts(shared, [[5, 6]], 2) == [[7, 8]]
+def test_a_row_learns_from_no_earlier_prompt():
     own = SuffixDrafter()
     drafts(own, [[5, 6, 7, 8]], 2)
     assert drafts(own, [[5, 6]], 1) != [[7]]
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_tries_are_bounded(is_shared):
-    drafter = SuffixDrafter(is_shared=is_shared, max_nodes=100)
+def test_tries_are_bounded(monkeypatch):
+    monkeypatch.setattr(lookup, "MAX_NODES", 100)
+    drafter = SuffixDrafter()
     state = told(drafter, [list(range(60)), list(range(50, 99))])
     tries: dict[int, Any] = {id(row.own): row.own for row in state.rows}  # pyright: ignore
     assert sum(len(trie.token) for trie in tries.values()) <= 100
     assert drafter.propose(state, num_draft_tokens=3).tokens.shape == (2, 3)
-    if is_shared:
-        assert drafter.begin(batch_size=1, max_length=9).rows[0].own.token == [-1]  # pyright: ignore
 
 
 # Draft models

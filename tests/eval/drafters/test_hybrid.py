@@ -12,8 +12,8 @@ from headstart.eval.drafters.asking import DRAFT_COST, EXPLORED, FIRST, Asking
 from headstart.eval.drafters.guessing import Guess
 from headstart.eval.drafters.hybrid import HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
-from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, Rates
-from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, filled
+from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
+from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, padded_tree
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
@@ -47,7 +47,8 @@ def head(target, head_type):
 
 def row_of(*text, latest=()):
     row = HybridRow(
-        SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), rates=Rates()), HitRates(PROBABILITIES, PROBABILITY_RATES)
+        SuffixRow(SuffixTrie(max_depth=8, max_nodes=1000), rates=LookupRates()),
+        HitRates(PROBABILITIES, PROBABILITY_RATES),
     )
     row.read_prompt(text)
     return row
@@ -275,7 +276,7 @@ def test_a_tree_holds_the_heads_chain_its_other_guesses_and_copies():
     assert {(18,), (18, 19), (50,), (50, 60), (51,)} <= set(paths)
     assert all(path[:-1] in {(), *paths[:i]} for i, path in enumerate(paths)), "parents first"
     assert paths[1][:1] == paths[0], "and then the likeliest child"
-    tokens, parents = filled(paths, DynamicTree(num_nodes=20, depth=2, top_k=8))
+    tokens, parents = padded_tree(paths, DynamicTree(num_nodes=20, depth=2, top_k=8))
     assert len(tokens) == len(parents) == 20 and all(parent < i for i, parent in enumerate(parents))
 
 

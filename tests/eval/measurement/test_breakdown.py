@@ -9,11 +9,11 @@ from headstart.eval.decoding.loop import Generation
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.registry import training_record
 from headstart.eval.measurement.batches import MeasuredBatch, Side
-from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, draft_vocabulary
+from headstart.eval.measurement.breakdown import asked_as_trained, beyond_training, vocabulary_coverage
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import AcceptancePart
-from headstart.eval.measurement.result import ENGINE, BeyondTraining, DraftVocabulary, PromptEnding, TrainingRecord
+from headstart.eval.measurement.result import ENGINE, BeyondTraining, PromptEnding, RecordedTraining, VocabularyCoverage
 from headstart.eval.measurement.summary import unmeasured
 from headstart.eval.report.console import training_warnings
 from headstart.eval.suites.prompts import PromptSource, Suite
@@ -83,10 +83,10 @@ def test_coverage_counts_written_tokens(tiny_target):
         drafted = Side([Generation(list(texts), [])])
         return [MeasuredBatch(0, Suite("two", [[1]] * len(texts)), drafted, Side())]
 
-    assert draft_vocabulary(head, wrote([1, 5, 5], [2])) == DraftVocabulary(4, 0.75)
-    assert draft_vocabulary(head, wrote([], [])) == DraftVocabulary(4, None)
-    assert draft_vocabulary(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
-    assert draft_vocabulary(NgramDrafter(), wrote([1])) is None
+    assert vocabulary_coverage(head, wrote([1, 5, 5], [2])) == VocabularyCoverage(4, 0.75)
+    assert vocabulary_coverage(head, wrote([], [])) == VocabularyCoverage(4, None)
+    assert vocabulary_coverage(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
+    assert vocabulary_coverage(NgramDrafter(), wrote([1])) is None
 
 
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):
@@ -99,10 +99,10 @@ def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path)
 
 
 def test_prompts_are_held_against_how_those_of_training_ended():
-    training = TrainingRecord({}, prompt_ending=PromptEnding([7, 8], ""))
+    training = RecordedTraining({}, prompt_ending=PromptEnding([7, 8], ""))
     assert asked_as_trained(training, [[1, 7, 8], [7, 8], [8], [7, 8, 9]]) == 0.5
     assert asked_as_trained(training, []) is None
-    assert asked_as_trained(TrainingRecord({}), [[1]]) is asked_as_trained(None, [[1]]) is None
+    assert asked_as_trained(RecordedTraining({}), [[1]]) is asked_as_trained(None, [[1]]) is None
 
 
 def test_contexts_are_longer_than_training_rows_or_not():
@@ -110,17 +110,17 @@ def test_contexts_are_longer_than_training_rows_or_not():
         return AcceptancePart(num_rounds, length, [])
 
     parts = {"512-2047": part(10, 2.0), "0-127": part(10, 4.0), "128-511": part(30, 3.0), "2048-": part(30, 1.0)}
-    assert beyond_training(TrainingRecord({}, max_length=511), parts) == BeyondTraining(40, 1.25, 3.25)
-    assert beyond_training(TrainingRecord({}, max_length=2047), parts) == BeyondTraining(30, 1.0, 3.0)
+    assert beyond_training(RecordedTraining({}, max_length=511), parts) == BeyondTraining(40, 1.25, 3.25)
+    assert beyond_training(RecordedTraining({}, max_length=2047), parts) == BeyondTraining(30, 1.0, 3.0)
     del parts["2048-"]
-    for training in (TrainingRecord({}, max_length=2048), TrainingRecord({}), None):
+    for training in (RecordedTraining({}, max_length=2048), RecordedTraining({}), None):
         assert beyond_training(training, parts) is None
 
 
 def test_contexts_beyond_training_are_told_on_stderr():
     suite, config = Suite("code", [[1]] * 2), MeasureConfig(batch_size=2)
     empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="eagle3", num_prompts=2, failed=[])
-    trained = replace(empty, trained=TrainingRecord({}, max_length=2047))
+    trained = replace(empty, trained=RecordedTraining({}, max_length=2047))
     assert training_warnings([replace(trained, beyond_training=BeyondTraining(30, 1.0, 3.0)), trained]) == [
         "eagle3 on code, batch 2: contexts longer than its training rows (2,047 tokens): acceptance length 1.00, "
         "3.00 in shorter ones"

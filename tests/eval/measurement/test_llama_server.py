@@ -18,7 +18,7 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.resume import BatchStore
 from headstart.eval.measurement.servers.beside import compare_llama_server
-from headstart.eval.measurement.servers.llama_server import Answer, LlamaServer, ServerFiles
+from headstart.eval.measurement.servers.llama_server import LlamaServer, ServerAnswer, ServerFiles
 from headstart.eval.measurement.servers.served import measure_served, swept
 from headstart.eval.report.document import build_report, read_report, write_report
 from headstart.eval.report.page import render
@@ -96,7 +96,7 @@ def test_drafts_behind_the_end_of_a_text_are_not_counted(files, target, monkeypa
     monkeypatch.setenv("FAKE", "ends")
     [result] = measure_served(target, files(), SUITE, CONFIG, [3])
     assert (result.num_rounds, result.num_committed) == (6, 18)
-    assert Answer([], 7, 1.0, 1.0, num_drafted=5, num_accepted=3).num_rounds(3) == 3
+    assert ServerAnswer([], 7, 1.0, 1.0, num_drafted=5, num_accepted=3).num_rounds(3) == 3
 
 
 def test_a_prompt_that_it_refuses_is_named_and_the_others_measured(files, target, monkeypatch):

@@ -10,11 +10,11 @@ from headstart.eval.measurement.metrics import AcceptancePart
 from headstart.eval.measurement.result import (
     BeyondTraining,
     DomainPart,
-    DraftVocabulary,
     FixedTreeShape,
+    RecordedTraining,
     Result,
-    TrainingRecord,
     TreeLimits,
+    VocabularyCoverage,
 )
 from headstart.eval.measurement.sampling_check import SamplingCheck
 from headstart.eval.suites.prompts import FailedPrompt
@@ -58,7 +58,7 @@ def result(**changes) -> Result:
 
 FULL = result(
     tree_shape=FixedTreeShape([-1, 0]),
-    draft_vocabulary=DraftVocabulary(8, 0.5),
+    draft_vocabulary=VocabularyCoverage(8, 0.5),
     failed=[FailedPrompt(3, "chat.jsonl:4", "too long")],
     acceptance_rate=[0.75, None],
     speedup=1.5,
@@ -68,7 +68,7 @@ FULL = result(
     by_domain={"code": DomainPart(2, 4, 2.5, [0.75, None], None, (None, None))},
     lossless=LosslessReport(2, 1, 0, 1, [Divergence(0, None, None)]),
     sampling_check=SamplingCheck(40, 0.5, None),
-    trained=TrainingRecord.from_json(RECORD),
+    trained=RecordedTraining.from_json(RECORD),
     beyond_training=BeyondTraining(4, 2.5, None),
 )
 
@@ -94,7 +94,7 @@ def test_a_head_is_told_apart_by_its_whole_record():
     assert FULL.trained is not None and FULL.trained.validation is not None and FULL.trained.prompt_ending is not None
     assert FULL.trained.prompt_ending.token_ids == [4] and FULL.trained.max_length == 256
     assert FULL.trained.validation.decoded == AcceptancePart(3, 2.0, [0.5, 0.5, None])
-    assert TrainingRecord.from_json({"max_length": 8}).validation is None
+    assert RecordedTraining.from_json({"max_length": 8}).validation is None
 
 
 def test_keys_of_other_engines_and_of_changed_parameters_only():

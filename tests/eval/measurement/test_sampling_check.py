@@ -13,7 +13,7 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.passes import seed_of
+from headstart.eval.measurement.passes import pass_seed
 from headstart.eval.measurement.sampling_check import SMALLEST_P, check_sampling, uniform_p_value
 from headstart.eval.report.recommendation import deviates, is_lossless, lossless_evidence, recommend
 from headstart.eval.suites.prompts import Suite
@@ -128,5 +128,5 @@ def test_results_say_it_and_a_deviation_is_not_deployable(target, drafter):
 
 
 def test_every_batch_and_repeat_draws_other_numbers():
-    seeds = {seed_of(seed, batch, repeat) for seed in range(3) for batch in range(20) for repeat in range(5)}
+    seeds = {pass_seed(seed, batch, repeat) for seed in range(3) for batch in range(20) for repeat in range(5)}
     assert len(seeds) == 300 and max(seeds) < 2**32, "the CPU generator reads 32 bits of its seed"

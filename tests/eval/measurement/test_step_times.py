@@ -11,9 +11,9 @@ from headstart.eval.measurement.step_times import (
     StepTable,
     StepTime,
     TimedCell,
-    cut,
     interpolate,
     measure_step_times,
+    repeated_text,
 )
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
@@ -96,4 +96,4 @@ def test_a_context_without_room_for_the_timed_rounds_is_refused(target):
 
 
 def test_prompts_are_cut_from_a_text_round_and_round():
-    assert cut([1, 2, 3], 2, 5) == [3, 1, 2, 3, 1]
+    assert repeated_text([1, 2, 3], 2, 5) == [3, 1, 2, 3, 1]

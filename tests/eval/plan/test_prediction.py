@@ -10,14 +10,14 @@ from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import Acceptance
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.accepting import accepted_by, named_trees
-from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule
+from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
 from headstart.eval.plan.prediction import (
     Accepted,
     CheckSummary,
     Workload,
     errors,
-    predict,
-    recommend,
+    predict_cells,
+    recommend_cells,
     shortlist,
     steady_speedup,
     workload_times,
@@ -78,9 +78,9 @@ def test_busy_rows_give_leviathans_formula():
 
 def test_the_fastest_is_recommended_and_off_where_nothing_pays():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
-    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
     assert len(cells) == 3 * 3 * 2
-    advice = {(one.cell.batch_size, one.cell.load): one for one in recommend(cells)}
+    advice = {(one.cell.batch_size, one.cell.load): one for one in recommend_cells(cells)}
     assert advice[1, "prompts"].cell.setting.name == "K 6" and not advice[1, "prompts"].is_off
     assert advice[2, "prompts"].cell.setting.name == "K 2"
     assert advice[16, "steady"].is_off, "16 rows: 10 ms become 26 and more"
@@ -89,34 +89,34 @@ def test_the_fastest_is_recommended_and_off_where_nothing_pays():
 
 def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
     settings = [accepted(2, 3), accepted(6, 3)]
-    cells = predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
-    assert recommend(cells)[0].cell.setting.name == "K 2"
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
+    assert recommend_cells(cells)[0].cell.setting.name == "K 2"
 
 
 def test_what_was_measured_decides():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
-    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
-    assert [one.cell.setting.name for one in recommend(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    assert [one.cell.setting.name for one in recommend_cells(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
         "though K 6 is predicted"
     )
-    assert recommend(measured(cells, 0.9, 0.95, None))[0].is_off
+    assert recommend_cells(measured(cells, 0.9, 0.95, None))[0].is_off
 
 
 def test_the_lower_end_of_the_interval_decides_where_it_holds():
     """K 1 is slower by its point, but surer; an interval over three prompts decides nothing."""
     settings = [accepted(1, 1.5), accepted(2, 2)]
-    cells = measured(predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,)), 1.4, 1.6)
+    cells = measured(predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,)), 1.4, 1.6)
     intervals = ([1.2, 1.6], [0.9, 2.8])
     few, enough = (
         [replace(cell, measured_ci95=ends, num_timed=num) for cell, ends in zip(cells, intervals, strict=True)]
         for num in (3, 4)
     )
-    [advice] = recommend(enough)
+    [advice] = recommend_cells(enough)
     assert advice.cell.setting.name == "K 1" and advice.is_proved and not advice.is_off
     assert (advice.to_json()["proved"], advice.to_json()["measured_ci95"]) == (True, [1.2, 1.6])
-    [advice] = recommend(few)
+    [advice] = recommend_cells(few)
     assert advice.cell.setting.name == "K 2" and not advice.is_proved
-    [advice] = recommend(enough[1:])
+    [advice] = recommend_cells(enough[1:])
     assert advice.is_off and advice.is_proved, "1.6 times, but not shown to be above 1"
 
 
@@ -129,16 +129,16 @@ def test_batches_are_full_in_predictions_too():
 
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
-    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
     found = shortlist(cells)
     assert [one.setting.name for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
     assert {one.load for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
-    many = shortlist(predict(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
+    many = shortlist(predict_cells(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
     assert len(many) == 4
 
 
 def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
-    found = schedule([accepted(1, 1.5), accepted(6, 3)], Times(), max_batch_size=20, context=9)
+    found = schedule_for_vllm([accepted(1, 1.5), accepted(6, 3)], Times(), max_batch_size=20, context=9)
     assert [pair[0] for pair in found] == [1, *(pair[1] + 1 for pair in found[:-1])] and found[-1][1] == 20
     assert [length for _, _, length in found] == [6, 1, 0]
     for low, high, length in found:
@@ -150,12 +150,12 @@ def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
 def test_what_was_measured_stands_in_the_schedule():
     """Though predictions would have 6, 1 and then no drafts: at 1, 8 and 16 rows chains were measured."""
     settings = [accepted(1, 1.5), accepted(6, 3)]
-    cells = predict(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
     fastest = {1: "K 1", 8: "K 6"}
     checked = measured(cells, *(1.4 if cell.setting.name == fastest.get(cell.batch_size) else 0.9 for cell in cells))
     lengths = measured_lengths(checked)
     assert lengths == {1: 1, 8: 6, 16: 0}
-    found = schedule(settings, Times(), max_batch_size=20, context=9, measured=lengths)
+    found = schedule_for_vllm(settings, Times(), max_batch_size=20, context=9, measured=lengths)
     lengths = {size: length for low, high, length in found for size in range(low, high + 1)}
     assert [lengths[size] for size in (1, 8, 16)] == [1, 6, 0]
     assert {lengths[size] for size in range(2, 8)} <= {1, 6} and {lengths[size] for size in range(9, 16)} <= {6, 0}
@@ -165,11 +165,11 @@ def test_what_was_measured_stands_in_the_schedule():
 def test_a_schedule_does_not_change_for_one_percent():
     """K 1 and K 2 within a percent of each other at all sizes: one range."""
     settings = [accepted(1, 2.0), accepted(2, 2.005)]
-    assert len(schedule(settings, Times(free=999), max_batch_size=64, context=9)) == 1
+    assert len(schedule_for_vllm(settings, Times(free=999), max_batch_size=64, context=9)) == 1
 
 
 def test_errors_are_relative_to_what_was_measured():
-    cell = predict([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))[0]
+    cell = predict_cells([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))[0]
     pairs = ((1.1, 1.0), (1.8, 2.0), (3, 2), (9, None))
     cells = [replace(cell, predicted_speedup=p, measured_speedup=m) for p, m in pairs]
     assert errors(cells) == CheckSummary(3, 0.1, 0.5)
@@ -184,13 +184,13 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
         (99, "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"),
         (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
     ):
-        cells = predict(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
+        cells = predict_cells(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
         flags = for_sglang(cells, eagle3)
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
     assert for_sglang(cells, medusa) is None and for_llamacpp(cells, medusa) is None
     llama = "-md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max 2 --spec-draft-p-min 0"
     assert for_llamacpp(cells, eagle3) == llama, "chains alone"
-    useless = predict([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    useless = predict_cells([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
     assert for_sglang(useless, eagle3) is None and for_llamacpp(useless, eagle3) is None
 
 
@@ -206,7 +206,7 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
 )
 def test_flags_are_those_of_the_way_the_head_drafts_in(family, options, sglang, llamacpp, target):
     head = build_head(HEADS[family].config_class(**options), target)
-    cells = predict([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    cells = predict_cells([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
     for told, wanted in ((for_sglang(cells, head), sglang), (for_llamacpp(cells, head), llamacpp)):
         assert told is None if wanted is None else wanted in (told or "")
 

@@ -11,7 +11,7 @@ from headstart.eval.measurement.lossless import LosslessReport
 from headstart.eval.measurement.metrics import Conventions
 from headstart.eval.measurement.result import Bandwidth, Result, Timing
 from headstart.eval.report.charts import Series, line_chart, thinned
-from headstart.eval.report.comparison import Evaluation, headline, read_evaluation, standings, unlike
+from headstart.eval.report.comparison import NamedReport, headline, read_evaluation, standings, unlike
 from headstart.eval.report.comparison_page import TrainingRun, render, render_curves
 from headstart.eval.report.document import Report
 
@@ -34,7 +34,7 @@ def entry(speedup=1.5, low=1.4, high=1.6, **changes) -> Result:
 
 def evaluation(name, *results, device="a machine", dtype="float32"):
     environment = Environment(headstart="0.1.0", torch="2.13", device=device, copy_gigabytes_per_second=9.5)
-    return Evaluation(
+    return NamedReport(
         name, Report(environment, TargetInfo(name="org/model", fingerprint="0f", dtype=dtype), [*results])
     )
 

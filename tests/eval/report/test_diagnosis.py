@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from headstart.eval.measurement.environment import TargetInfo
 from headstart.eval.measurement.metrics import AcceptancePart
-from headstart.eval.measurement.result import Result, TrainingRecord, Validation
+from headstart.eval.measurement.result import RecordedTraining, RecordedValidation, Result
 from headstart.eval.report.acceptance_causes import wrong_template
 from headstart.eval.report.diagnosis import diagnose
 from headstart.eval.report.findings import Case, accepted_share, at_depth, below_validation, merged
@@ -18,7 +18,7 @@ def part(rates, rounds=1000):
 
 
 def validation(rates, decoded):
-    return Validation(**vars(part(rates)), decoded=part(decoded, 300))
+    return RecordedValidation(**vars(part(rates)), decoded=part(decoded, 300))
 
 
 TRAINED = {
@@ -42,7 +42,7 @@ def entry(rates=BAD, *, trained=(), **changes) -> Result:
         "num_committed": 1, "asked_as_trained": 1.0, **vars(part(rates)),
     }  # fmt: skip
     settings |= {"by_context": {"0-127": part(rates)}, **changes}
-    record = replace(TrainingRecord.from_json(TRAINED), **{"validation": validation(GOOD, GOOD), **dict(trained)})
+    record = replace(RecordedTraining.from_json(TRAINED), **{"validation": validation(GOOD, GOOD), **dict(trained)})
     return Result(**{"trained": record, **settings})
 
 

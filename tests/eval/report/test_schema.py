@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from headstart.eval.measurement.environment import Environment, TargetInfo
-from headstart.eval.measurement.result import Result, TrainingRecord
+from headstart.eval.measurement.result import RecordedTraining, Result
 
 PAGE = (Path(__file__).parents[3] / "docs" / "report_schema.md").read_text()
 LINKED = {"environment", "training"}  # described elsewhere
@@ -33,7 +33,7 @@ def nested_in(kind) -> list[type]:
 
 def keys_of(kind: type) -> set[str]:
     """The keys of a type in JSON, and those below them; a training record is described in docs/run_folder.md."""
-    if kind is TrainingRecord:
+    if kind is RecordedTraining:
         return set()
     types = typing.get_type_hints(kind)
     below = [keys_of(nested) for name in types for nested in nested_in(types[name])]

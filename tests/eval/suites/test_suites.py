@@ -10,7 +10,7 @@ from headstart.eval.suites.prompts import (
     Suite,
     distinct_names,
     file_names,
-    filled,
+    full_batches,
     load_suite,
 )
 
@@ -105,4 +105,8 @@ def test_names_are_the_shortest_that_differ():
 
 
 def test_rows_repeat_until_a_batch_is_full():
-    assert filled(4, 16) == [0, 1, 2, 3] * 4 and filled(5, 2) == [0, 1, 2, 3, 4, 0] and filled(4, 2) == [0, 1, 2, 3]
+    assert (
+        full_batches(4, 16) == [0, 1, 2, 3] * 4
+        and full_batches(5, 2) == [0, 1, 2, 3, 4, 0]
+        and full_batches(4, 2) == [0, 1, 2, 3]
+    )

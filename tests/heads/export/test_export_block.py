@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.block import BlockConfig
+from headstart.heads.block_network import BlockConfig
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head, serve_commands
 from headstart.heads.registry import build_head, load_head, save_head

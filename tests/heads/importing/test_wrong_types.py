@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.configs.typed import TypedKeys, described, fits
+from headstart.configs.typed import TypedKeys, fits, kind_in_words
 from headstart.heads.export.write import engines_of, export_head
 from headstart.heads.importing.importers import import_head
 from headstart.heads.registry import build_head, head_class, load_head, save_head
@@ -154,4 +154,4 @@ def test_types_are_told_apart():
         keys.need("gone", str)
     assert fits({"a": 1}, dict[str, float]) and not fits({"a": "b"}, dict[str, float]) and fits(None, int | None)
     assert fits([1, 2], tuple[int, ...]), "as a head of the user's own may declare it"
-    assert described(list[int] | None) == "a list, each item a whole number"
+    assert kind_in_words(list[int] | None) == "a list, each item a whole number"

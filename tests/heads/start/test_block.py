@@ -6,7 +6,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.base import DraftBatch
-from headstart.heads.block import BlockConfig
+from headstart.heads.block_network import BlockConfig
 from headstart.heads.nn.block_layer import MarkovHead
 from headstart.heads.registry import build_head
 from headstart.heads.start.block import fit_markov, look_at_context

@@ -13,7 +13,7 @@ import pytest
 from headstart.scripts.unattended import evaluation
 from headstart.scripts.unattended.answers import TEMPERATURE
 from headstart.scripts.unattended.journal import Score
-from headstart.scripts.unattended.steps import Runner
+from headstart.scripts.unattended.steps import CommandRunner
 from headstart.scripts.unattended.training import TIME_IS_UP, Learner
 
 
@@ -93,7 +93,7 @@ def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch,
 @pytest.mark.slow
 def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto, machine_is, monkeypatch, tmp_path):
     machine_is(medusa=1.2, hydra=1.3)
-    whole = Runner.run
+    whole = CommandRunner.run
     finished, alive = [], [0]
 
     def dies(self, name, words, *, until=None):
@@ -104,7 +104,7 @@ def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto
         finished.append(tuple(word for word in words if not word.startswith("train.stop_after")))
         return record
 
-    monkeypatch.setattr(Runner, "run", dies)
+    monkeypatch.setattr(CommandRunner, "run", dies)
     plans = []
     for _ in range(12):
         alive[0] = 1

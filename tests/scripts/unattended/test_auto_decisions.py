@@ -11,13 +11,13 @@ from headstart.configs.errors import BadInput
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.unattended import candidates
-from headstart.scripts.unattended.answers import asks_again, validation_rows, warnings_of
+from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
 from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
 from headstart.scripts.unattended.evaluation import end_of_learning, planning_seconds, prompts_within
 from headstart.scripts.unattended.held_out import split_prompts
-from headstart.scripts.unattended.journal import Answers, Machine, Measured, RoundCost, Rung, Score, Split
-from headstart.scripts.unattended.machine import GENEROUS, Workload, busy_rows, predict
+from headstart.scripts.unattended.journal import AnswerCounts, Machine, Measured, RoundCost, Rung, Score, Split
+from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict_length
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
     rung_seconds,
@@ -59,26 +59,26 @@ def test_time_that_was_used_before_a_kill_counts(tmp_path):
 
 def test_a_position_that_was_never_reached_adds_nothing_and_further_ones_are_like_the_last():
     costs = [RoundCost(1, 1.0), RoundCost(5, 1.0)]
-    assert predict([0.5, None, 0.9], costs) == (1, 1.5)
-    assert predict([0.5], costs) == (5, round(sum(0.5**k for k in range(6)), 4))
+    assert predict_length([0.5, None, 0.9], costs) == (1, 1.5)
+    assert predict_length([0.5], costs) == (5, round(sum(0.5**k for k in range(6)), 4))
 
 
 def test_costs_between_measured_lengths_lie_between_them():
-    assert predict([1.0, 1.0, 1.0, 0.0], [RoundCost(1, 1.2), RoundCost(5, 2.0)]) == (3, 4 / 1.6)
+    assert predict_length([1.0, 1.0, 1.0, 0.0], [RoundCost(1, 1.2), RoundCost(5, 2.0)]) == (3, 4 / 1.6)
 
 
 def test_the_longest_chain_is_not_the_best_where_drafts_cost():
-    assert predict([0.6, 0.5, 0.4], [RoundCost(1, 1.1), RoundCost(3, 2.5)])[0] == 1
-    assert predict([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)])[0] == 3
+    assert predict_length([0.6, 0.5, 0.4], [RoundCost(1, 1.1), RoundCost(3, 2.5)])[0] == 1
+    assert predict_length([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)])[0] == 3
 
 
 def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training():
-    assert predict([GENEROUS], [RoundCost(1, 2.0), RoundCost(5, 5.0)])[1] < 1
-    assert predict([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
+    assert predict_length([GENEROUS], [RoundCost(1, 2.0), RoundCost(5, 5.0)])[1] < 1
+    assert predict_length([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
 
 
 def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
-    work = Workload(1, 40, [1], 100)
+    work = TimedWorkload(1, 40, [1], 100)
 
     def step_ms(rows: int) -> float:
         return 10.0 + rows
@@ -108,7 +108,7 @@ def test_steps_fill_the_time_left_by_the_overhead():
     assert steps_in(105, Pace(step=0.5, overhead=5), validating=5) == (TRAINED * 100 - 5) / 0.5
 
 
-ANSWERS = Answers(
+ANSWERS = AnswerCounts(
     written=20,
     sampled=0,
     given=0,
@@ -166,7 +166,7 @@ def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan
 
 
 def test_larger_budgets_score_candidates_by_more_rows():
-    assert [validation_rows(60.0 * minutes) for minutes in (2, 20, 60, 120, 600)] == [8, 8, 24, 32, 32]
+    assert [num_validation_rows(60.0 * minutes) for minutes in (2, 20, 60, 120, 600)] == [8, 8, 24, 32, 32]
 
 
 def test_the_better_half_goes_on_in_order_of_its_scores():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.traffic import Served
+from headstart.data_pipelines.traffic import ServedChat
 from headstart.data_pipelines.vocab import SIZE_STEP
 from headstart.heads.folder import read_tensors
 from headstart.heads.registry import HEADS, build_head, load_head, save_head, start_head
@@ -14,7 +14,7 @@ from headstart.scripts.unattended.journal import Share
 from headstart.scripts.unattended.training import grown_vocabulary
 
 FEW, MORE = [1, 2, 3, 5, 8, 13, 21], [1, 2, 3, 4, 5, 8, 13, 14, 21]  # draft vocabularies
-ROWS = [Served({"messages": []}, f"logs:{i}", f"q{i}") for i in range(4)]
+ROWS = [ServedChat({"messages": []}, f"logs:{i}", f"q{i}") for i in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 from headstart.scripts.unattended import comparing
 from headstart.scripts.unattended.comparing import SHARES
-from headstart.scripts.unattended.steps import Runner
+from headstart.scripts.unattended.steps import CommandRunner
 
 
 def journal_of(folder):
@@ -82,24 +82,24 @@ def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatc
     from headstart.scripts.unattended import refit as stages
 
     logs = file_of("logs", served_by("new", 40))
-    whole_keep, whole_run, calls = reading.keep, Runner.run, []
+    whole_keep, whole_run, calls = reading.append, CommandRunner.run, []
 
     def dies(path, readings):
         whole_keep(path, readings)
         calls.append(len(readings))
         raise SystemExit(137)
 
-    monkeypatch.setattr(reading, "keep", dies)
+    monkeypatch.setattr(reading, "append", dies)
     assert refit(logs)[0] == 137
-    monkeypatch.setattr(reading, "keep", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
+    monkeypatch.setattr(reading, "append", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
 
     def dies_too(self, name, words, *, until=None):
         raise SystemExit(137)
 
-    monkeypatch.setattr(Runner, "run", dies_too)
+    monkeypatch.setattr(CommandRunner, "run", dies_too)
     code, said, before = refit(logs)
     assert code == 137 and sum(calls) == before["foreign"]["read"], "no row is read twice"
-    monkeypatch.setattr(Runner, "run", whole_run)
+    monkeypatch.setattr(CommandRunner, "run", whole_run)
     whole_share = stages.share_of
 
     def dies_again(share, rows, readings):

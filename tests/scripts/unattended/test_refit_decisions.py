@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.traffic import Served, Traffic
+from headstart.data_pipelines.traffic import ServedChat, Traffic
 from headstart.eval.decoding import generate
 from headstart.scripts.unattended import reading
 from headstart.scripts.unattended.candidates import find_candidates
-from headstart.scripts.unattended.comparing import FORGETS, STAYS, compare, decide_between, drift_of
+from headstart.scripts.unattended.comparing import FORGETS, STAYS, compare_by_domain, decide_between, drift_of
 from headstart.scripts.unattended.foreign import (
     OwnAnswers,
     is_foreign,
@@ -23,7 +23,7 @@ from headstart.scripts.unattended.foreign import (
 )
 from headstart.scripts.unattended.held_out import by_turns, mixed, split_traffic
 from headstart.scripts.unattended.journal import Compared
-from headstart.scripts.unattended.reading import Reading, keep, readings_in
+from headstart.scripts.unattended.reading import RowReading, append, readings_in
 from headstart.scripts.unattended.training import (
     LEAST_STEPS,
     MOST_EPOCHS,
@@ -37,7 +37,7 @@ from headstart.scripts.unattended.training import (
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
     """count conversations of `of` rows each."""
-    return [Served({"messages": []}, f"logs:{i}", f"{prefix}{i % count}", domain=domain) for i in range(count * of)]
+    return [ServedChat({"messages": []}, f"logs:{i}", f"{prefix}{i % count}", domain=domain) for i in range(count * of)]
 
 
 def test_held_out_conversations_are_learnt_from_on_neither_side():
@@ -132,13 +132,13 @@ def test_a_row_that_says_its_temperature_is_tested_there():
 
 
 def readings(rounds, *, committed=20):
-    return {key: Reading(key, {}, 20, 19, count, committed) for key, count in rounds.items()}
+    return {key: RowReading(key, {}, 20, 19, count, committed) for key, count in rounds.items()}
 
 
 def test_heads_are_compared_by_conversation():
     rows = dict(zip("abcdef", rows_of(3, of=2), strict=True))
     before, after = readings(dict.fromkeys("abcdef", 12)), readings(dict.fromkeys("abcdef", 10))
-    [whole] = compare("new", rows, before, after)
+    [whole] = compare_by_domain("new", rows, before, after)
     assert (whole.conversations, whole.ratio) == (3, 1.2) and whole.interval == [1.2, 1.2]
     assert (whole.before, whole.after) == (round(20 / 12, 4), 2.0)
 
@@ -205,8 +205,8 @@ def test_steps_fill_the_time_and_no_more_passes_than_teach():
 
 def test_a_reading_that_a_kill_cut_is_taken_again(tmp_path):
     path = tmp_path / "data" / "readings.jsonl"
-    keep(path, list(readings({"a": 3}).values()))
+    append(path, list(readings({"a": 3}).values()))
     path.write_text(path.read_text() + json.dumps({"key": "b"})[:5])
     assert list(readings_in(path)) == ["a"]
-    keep(path, list(readings({"b": 4}).values()))
+    append(path, list(readings({"b": 4}).values()))
     assert readings_in(path) == readings({"a": 3, "b": 4})

@@ -7,15 +7,15 @@ import time
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.scripts.unattended.clock import Clock
-from headstart.scripts.unattended.steps import Runner
+from headstart.scripts.unattended.steps import CommandRunner
 from headstart.train.stopping import Stopping
 
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
     """Runs its words as a shell's."""
-    monkeypatch.setattr(Runner, "process_arguments", lambda self, words: ["sh", "-c", *words])
-    return Runner(tmp_path / "logs", Clock(tmp_path / "clock.json", 100), Stopping())
+    monkeypatch.setattr(CommandRunner, "process_arguments", lambda self, words: ["sh", "-c", *words])
+    return CommandRunner(tmp_path / "logs", Clock(tmp_path / "clock.json", 100), Stopping())
 
 
 def test_what_a_command_says_goes_into_its_log(runner):
@@ -37,7 +37,7 @@ def test_what_a_command_refuses_is_told_in_its_words(runner):
 
 def test_training_is_started_by_the_launcher_alone(tmp_path):
     clock = Clock(tmp_path / "clock.json", 100)
-    runner = Runner(tmp_path, clock, Stopping(), ["accelerate", "launch"])
+    runner = CommandRunner(tmp_path, clock, Stopping(), ["accelerate", "launch"])
     assert runner.command_line(["train", "a.yaml"]) == "accelerate launch -m headstart.train a.yaml"
     assert runner.command_line(["eval", "--head", "a b"]) == "headstart eval --head 'a b'"
     assert runner.process_arguments(["eval"])[-2:] == ["headstart.scripts.cli", "eval"]
