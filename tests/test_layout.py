@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,10 +33,16 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute names of all that a file imports, and whether on loading the file (not within a function)."""
     package = ["headstart", *path.relative_to(ROOT).parent.parts]
-    tree, found = ast.parse(path.read_text()), []
+    tree, found = parsed(path), []
     inner = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -47,14 +54,14 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_imports_run_downwards_only(path):
-    own = path.relative_to(ROOT).parts[0]
-    for name, _ in imports(path):
-        parts = name.split(".")
-        if parts[0] == "headstart" and parts[1] != "__version__":
-            assert parts[1] in FLOORS, f"{name}: no such folder"
-            assert parts[1] == own or parts[1] in FLOORS[own], f"{own} must not know {name}"
+def test_imports_run_downwards_only():
+    for path in SOURCES:
+        own = path.relative_to(ROOT).parts[0]
+        for name, _ in imports(path):
+            parts = name.split(".")
+            if parts[0] == "headstart" and parts[1] != "__version__":
+                assert parts[1] in FLOORS, f"{named(path)}: {name}: no such folder"
+                assert parts[1] == own or parts[1] in FLOORS[own], f"{named(path)} must not know {name}"
 
 
 def modules_of(path: Path) -> set[str]:
@@ -126,7 +133,7 @@ def test_every_package_folder_is_listed():
 
 def test_every_file_says_what_it_is_for():
     for path in SOURCES:
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path}: no docstring"
+        assert ast.get_docstring(parsed(path)), f"{path}: no docstring"
         assert path.name not in ("utils.py", "helpers.py", "common.py", "misc.py"), f"{path}: name it by its job"
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
@@ -154,7 +161,7 @@ def test_no_weights_are_read_by_pickle():
     for path in SOURCES:
         modules = {name.split(".")[0] for name, _ in imports(path)}
         assert not modules & {"pickle", "dill", "joblib", "cloudpickle", "shelve"}, path
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert called not in ("torch.load", "torch.save", "yaml.unsafe_load", "eval", "exec"), f"{path}: {called}"
 

@@ -15,7 +15,6 @@ from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block_network import BlockConfig, default_feature_layers
 from headstart.heads.drafter import Reading
-from headstart.heads.drafting import StaticTree
 from headstart.heads.loss.chains import chain_starts, drawn_starts
 from headstart.heads.nn.block_layer import attend_blocks
 from headstart.heads.nn.documents import Documents
@@ -195,22 +194,6 @@ def test_a_text_learned_by_heart_is_drafted_whole(target, sample_from_anchor):
     done = generate(target, head.eval(), [prompt], max_new_tokens=36, eos_token_ids=[])
     assert done.token_ids[0] == text[:36]
     assert acceptance(done.rounds, num_draft_tokens=4).length == 5, "K + 1: one forward per five tokens"
-
-
-def test_every_kind_of_target_keeps_its_greedy_text(family, tiny_target):
-    target = tiny_target(family)
-    head, prompts = built(target, num_depths=3, markov_rank=8), [[1, 5, 9], [1, 7, 8, 3, 22, 40]]
-    wanted = generate(target, None, prompts, max_new_tokens=20, eos_token_ids=[]).token_ids
-    assert generate(target, head, prompts, max_new_tokens=20, eos_token_ids=[]).token_ids == wanted
-    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
-    assert generate(target, head, prompts, max_new_tokens=20, eos_token_ids=[], tree=tree).token_ids == wanted
-
-
-@pytest.mark.slow
-def test_drafts_drawn_from_a_block_leave_the_targets_distribution(tiny_target, chi_square):
-    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
-    head = built(target, num_depths=2, num_layers=1, markov_rank=8)
-    assert chi_square(target, head, tree=StaticTree(((0,), (1,), (0, 0), (1, 0)), sampled=True)) < 1.5
 
 
 def test_a_narrow_block_in_training_is_the_block_of_a_smaller_k(target, make_batch):

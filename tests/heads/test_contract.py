@@ -52,7 +52,7 @@ def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
 @pytest.fixture(scope="module")
 def references(target) -> list[list[int]]:
     """The greedy texts by transformers' own generate."""
-    how = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
+    how = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     rows = [torch.tensor([prompt]) for prompt in PROMPTS]
     model = target.model
     return [model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :].tolist() for row in rows]
@@ -65,7 +65,7 @@ def beyond(tiny_target):
     @cache
     def write(family):
         target = tiny_target(family)
-        return target, generate(target, None, PROMPTS, max_new_tokens=60, eos_token_ids=[]).token_ids
+        return target, generate(target, None, PROMPTS, max_new_tokens=44, eos_token_ids=[]).token_ids
 
     return write
 
@@ -110,18 +110,20 @@ def test_draft_equals_teacher_forced(head_type, target):
     torch.testing.assert_close(logits[0, 0], torch.cat(drafted.logits), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("head_type", "family"), [*((case, "llama") for case in CASES), *((name, "gemma3") for name in sorted(HEADS))]
+)
 def test_decoding_drafts_what_training_scored(head_type, family, beyond):
     """Over whole ragged batches: the rounds counted in decoding are those that teacher-forced drafts predict."""
     target, whole = beyond(family)
     head = fresh(head_type, target, trained_looking=True)
-    text = generate(target, head, PROMPTS, max_new_tokens=40, eos_token_ids=[])
+    text = generate(target, head, PROMPTS, max_new_tokens=24, eos_token_ids=[])
     for i, (prompt, new) in enumerate(zip(PROMPTS, text.token_ids, strict=True)):
         num_draft = text.rounds[1].num_drafted
         # as long as decoding looked ahead: then no chain is cut short by the end of the text
-        more = whole[i][: 40 + num_draft + 1]
-        assert len(more) == 40 + num_draft + 1
-        assert more[:40] == new
+        more = whole[i][: 24 + num_draft + 1]
+        assert len(more) == 24 + num_draft + 1
+        assert more[:24] == new
         ids = torch.tensor([prompt + more])
         mask = torch.arange(ids.shape[1])[None] >= len(prompt)
         out = head.loss(DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers)))
@@ -139,17 +141,16 @@ def test_greedy_is_lossless(head_type, target, references):
     untrained, head = fresh(head_type, target), fresh(head_type, target, trained_looking=True)
     most = head.max_draft_tokens or 7
     for one, num_draft in ((untrained, most), (head, 1), (head, most)):
-        assert generate(target, one, PROMPTS, max_new_tokens=30, num_draft_tokens=num_draft).token_ids == references
-    assert [generate(target, head, prompt, max_new_tokens=30).token_ids[0] for prompt in PROMPTS[1:3]] == references[
-        1:3
-    ]
+        assert generate(target, one, PROMPTS, max_new_tokens=16, num_draft_tokens=num_draft).token_ids == references
+    alone = [generate(target, head, prompt, max_new_tokens=16).token_ids[0] for prompt in PROMPTS[1:3]]
+    assert alone == references[1:3]
 
 
 def test_sampling_is_lossless(head_type, tiny_target, chi_square):
     """Two sampled tokens behind the first follow the target's distribution, enumerated exactly; chi-square."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2)
     head = fresh(head_type, target, trained_looking=True, num_depths=2)
-    assert chi_square(target, head) < 1.5
+    assert chi_square(target, head, num_new=3) < 1.5
 
 
 def test_the_target_alone_samples_its_own_distribution(tiny_target, chi_square):
@@ -172,15 +173,15 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
 
     name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
     monkeypatch.setattr(f"headstart.eval.decoding.verify.{name}", broken)
-    assert chi_square(target, head) > 3
+    assert chi_square(target, head, num_new=3) > 3
 
 
 def test_loss_falls(head_type, target, make_batch):
     head = fresh(head_type, target).train()
     batch = make_batch(target, head)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=6e-3)
     losses = []
-    for _ in range(20):
+    for _ in range(10):
         out = head.loss(batch)
         losses.append(out.loss.item())
         optimizer.zero_grad()
@@ -197,6 +198,7 @@ def test_save_load_is_identity(head_type, target, make_batch, tmp_path):
     assert torch.equal(loaded.teacher_forced_logits(batch)[1], head.teacher_forced_logits(batch)[1])
 
 
+@pytest.mark.parametrize("head_type", ["eagle3"])  # told by the folder, which is the same for all
 def test_a_head_of_another_target_is_refused(head_type, target, tiny_target, tmp_path):
     save_head(fresh(head_type, target), tmp_path / "head")
     with pytest.raises(BadInput, match=r"trained on target tiny-llama .* not on tiny-qwen3"):
@@ -223,10 +225,11 @@ def test_same_seed_same_weights(head_type, target):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("head_type", ["block", "eagle3", "medusa"])  # round by round for all, above
 def test_expected_acceptance_is_what_decoding_counts(head_type, target):
     """One figure from training's view and one from the engine's, on the same text."""
     head = fresh(head_type, target, trained_looking=True)
-    text = generate(target, head, PROMPTS[:1], max_new_tokens=60, eos_token_ids=[])
+    text = generate(target, head, PROMPTS[:1], max_new_tokens=40, eos_token_ids=[])
     num_draft = text.rounds[1].num_drafted
     ids = torch.tensor([PROMPTS[0] + text.token_ids[0]])
     mask = torch.arange(ids.shape[1])[None] >= len(PROMPTS[0])

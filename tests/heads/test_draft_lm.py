@@ -15,7 +15,6 @@ from headstart.heads.adapters import merged_state
 from headstart.heads.base import DraftBatch
 from headstart.heads.draft_lm import DraftLMConfig
 from headstart.heads.drafter import Reading
-from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from transformers import AutoModelForCausalLM
@@ -249,13 +248,6 @@ def test_a_node_of_a_tree_is_scored_as_if_its_path_were_the_text(family, tiny_ta
         for logits, path in [*paths, (thirds[i, 0], [10, 20]), (thirds[i, 1], [8, 21])]:
             alone = head.reader.model(torch.tensor([text + path])).logits[0, -1]
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("tree", [StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0))), DynamicTree(6, 3, 3)])
-def test_trees_leave_the_text_the_targets(tree, target):
-    head = perturbed(build(DraftLMConfig(), target)).eval()
-    expected = generate(target, None, PROMPTS, max_new_tokens=20).token_ids
-    assert generate(target, head, PROMPTS, max_new_tokens=20, tree=tree).token_ids == expected
 
 
 def test_the_target_itself_as_draft_model_is_accepted_whole(saved_target):

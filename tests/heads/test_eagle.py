@@ -6,15 +6,13 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.eval.decoding import generate
 from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.drafter import Reading
-from headstart.heads.drafting import DynamicTree, StaticTree, draft_static
+from headstart.heads.drafting import StaticTree, draft_static
 from headstart.heads.eagle import EagleConfig, EagleHead
 from headstart.heads.registry import build_head, load_head, save_head
 from safetensors.torch import load_file
 
-PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
 
 
@@ -193,28 +191,6 @@ def test_a_tree_scores_what_training_scores_along_each_path(num_layers, target):
         assert starts.positions[0, 0] == num_read - 1
         for depth, rank in enumerate(path):
             assert drafted[depth] == logits[0, 0, depth].topk(rank + 1).indices[-1], (path, depth)
-
-
-@pytest.mark.parametrize("tree", [None, STATIC, DynamicTree(num_nodes=12, depth=4, top_k=3)], ids=str)
-@pytest.mark.parametrize("changes", [{"num_layers": 1}, {"num_layers": 2, "bias": True}], ids=["one", "two"])
-def test_drafting_is_lossless(changes, tree, target):
-    wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
-    head = perturbed(target, **changes).eval()
-    assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
-    assert generate(target, head, PROMPTS[1], max_new_tokens=24, tree=tree).token_ids == wanted[1:2]
-
-
-def test_a_head_of_two_layers_drafts_what_training_scored(target):
-    head = perturbed(target, num_layers=2, num_depths=6).eval()
-    prefix = torch.tensor([[1, 9, 14, 33, 20, 7, 7, 51]])
-    state = head.begin(batch_size=1, max_length=64)
-    output, start, num_read = target.forward(prefix[:, :-1]), torch.tensor([0]), torch.tensor([7])
-    head.commit(state, Reading(prefix[:, :-1], prefix[:, 1:], output, start, num_read))
-    drafted = head.propose(state, num_draft_tokens=6)
-    row = torch.cat([prefix, drafted.tokens, torch.tensor([[3, 4]])], 1)
-    batch = DraftBatch(row, torch.arange(row.shape[1])[None] >= 7, target.forward(row))
-    logits = head.teacher_forced_logits(batch)[1]
-    torch.testing.assert_close(logits[0, 0], torch.cat(drafted.logits), rtol=1e-4, atol=1e-4)
 
 
 # What engines read

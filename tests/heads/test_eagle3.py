@@ -122,10 +122,11 @@ def test_logits_and_gradients_are_the_formulas(head, target, make_batch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("tree", [None, STATIC, DynamicTree(num_nodes=12, depth=4, top_k=3)], ids=str)
-def test_drafting_is_what_training_scored_and_lossless(head, tree, target):
-    wanted = generate(target, None, PROMPTS, max_new_tokens=24).token_ids
-    assert generate(target, head, PROMPTS, max_new_tokens=24, tree=tree).token_ids == wanted
+def test_drafting_is_what_training_scored_and_lossless(head, target):
+    """In trees; chains are those of the formulas, below."""
+    wanted = generate(target, None, PROMPTS, max_new_tokens=16).token_ids
+    for tree in (STATIC, DynamicTree(num_nodes=12, depth=4, top_k=3)):
+        assert generate(target, head, PROMPTS, max_new_tokens=16, tree=tree).token_ids == wanted
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[0] * 4])

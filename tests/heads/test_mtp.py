@@ -24,6 +24,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GP
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 CHANGES = [{"independent": False}, {"independent": True}]
+STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1)))
 
 
 def perturbed(target, *, ids=None, **changes) -> Any:
@@ -137,7 +138,7 @@ def naive(head, ids, states, t):
 )
 def test_loss_and_logits_are_the_papers(changes, target, make_batch):
     head = perturbed(target, num_depths=3, **changes)
-    batch = make_batch(target, head, num_rows=2, length=9, prompt=2)
+    batch = make_batch(target, head, num_rows=2, length=7, prompt=2)
     out = head.loss(batch)
     starts, logits = head.teacher_forced_logits(batch)
     terms: list[list[torch.Tensor]] = [[], [], []]
@@ -162,7 +163,7 @@ def test_loss_and_logits_are_the_papers(changes, target, make_batch):
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14], [1, 9, 14, 33, 20, 7, 7, 51, 18, 25, 36, 4, 9]])
+@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14, 33, 20, 7, 7, 51, 18, 25, 36, 4, 9]])
 def test_draft_equals_teacher_forced_on_every_family(changes, prefix, family, tiny_target):
     """Also behind prompts shorter than the chain, and longer than the sliding window."""
     head = perturbed(tiny_target(family), **changes)
@@ -228,38 +229,12 @@ def test_a_trees_paths_are_chains(changes, family, prefix, tiny_target):
         torch.testing.assert_close(logits[0, i], teacher_forced(head, prefix, path)[3], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param(None, marks=pytest.mark.slow),
-        pytest.param(StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1))), marks=pytest.mark.slow),
-        DynamicTree(12, 4, 3),
-    ],
-)
-def test_greedy_is_lossless(changes, tree, family, tiny_target):
+def test_greedy_is_lossless(family, tiny_target):
+    """Either kind of modules in either kind of tree; chains in test_contract.py."""
     target = tiny_target(family)
-    wanted = generate(target, None, PROMPTS, max_new_tokens=20).token_ids
-    assert generate(target, perturbed(target, **changes), PROMPTS, max_new_tokens=20, tree=tree).token_ids == wanted
-
-
-def test_rounds_of_independent_modules_draft_what_training_scored(target):
-    """Over ragged batches and rejected drafts: the rounds counted are those that teacher-forced drafts predict."""
-    head = perturbed(target, independent=True, init="last_layer")
-    text = generate(target, head, PROMPTS, max_new_tokens=40, eos_token_ids=[])
-    num_draft = text.rounds[1].num_drafted
-    for i, (prompt, new) in enumerate(zip(PROMPTS, text.token_ids, strict=True)):
-        more = generate(target, None, [prompt], max_new_tokens=40 + num_draft + 1, eos_token_ids=[]).token_ids[0]
-        assert more[:40] == new
-        ids = torch.tensor([prompt + more])
-        out = head.loss(DraftBatch(ids, torch.arange(ids.shape[1])[None] >= len(prompt), target.forward(ids)))
-        accepted = out.hits[0, :, :num_draft].long().cumprod(-1).sum(-1).tolist()
-        at = len(prompt) - 1
-        for one in text.rounds[1:]:
-            if one.num_committed[i] == 0:
-                break
-            assert accepted[out.starts.positions[0].tolist().index(at)] == one.num_accepted[i]
-            at += one.num_committed[i]
+    wanted = generate(target, None, PROMPTS, max_new_tokens=12).token_ids
+    for changes, tree in zip(CHANGES, (DynamicTree(12, 4, 3), STATIC), strict=True):
+        assert generate(target, perturbed(target, **changes), PROMPTS, max_new_tokens=12, tree=tree).token_ids == wanted
 
 
 @pytest.mark.parametrize("chunk", [3, 2048])

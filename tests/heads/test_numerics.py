@@ -124,8 +124,8 @@ def naive_loss(head, batch, *, hard, ids=None):
     + [("medusa", "soft_ce", None)],
 )
 def test_loss_logits_and_gradients_are_the_papers(head_type, name, ids, target, make_batch):
-    head = perturbed(head_type, target, ids=ids, loss={name: 1.0}, num_depths=4)
-    batch = make_batch(target, head, num_rows=2, length=12)
+    head = perturbed(head_type, target, ids=ids, loss={name: 1.0}, num_depths=3)
+    batch = make_batch(target, head, num_rows=2, length=10)
     if ids is not None:
         assert not set(batch.input_ids.flatten().tolist()) <= set(ids.tolist()), "some labels cannot be drafted"
     out = head.loss(batch)

@@ -69,6 +69,7 @@ def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
     assert report["results"][0]["by_turn"] == {} and report["results"][0]["num_chats"] == 1
 
 
+@pytest.mark.fast_only(where=["HEADSTART_SUITES"])
 @pytest.mark.parametrize("where", ["", "--suites-dir elsewhere", "HEADSTART_SUITES"])
 def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
     if where:

@@ -150,6 +150,7 @@ def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 # Two commands, one folder
 
 
+@pytest.mark.fast_only(second=["train", "data prepare", "export"])
 @pytest.mark.parametrize("second", [*OWNED, *WHOLE])
 def test_a_command_touches_no_folder_of_another(second, world, tmp_path):
     """Every pairing: the first fills the folder, or has finished; the second is told in one line, and ends with 2."""

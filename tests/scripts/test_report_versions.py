@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 few = settings(
-    max_examples=50,
+    max_examples=20,
     database=None,
     deadline=None,
     derandomize=True,

@@ -27,8 +27,7 @@ KINDS: dict[str, Kind] = {
     name: replace(kind, model_type=kind.model_type or name) for group in GROUPS.values() for name, kind in group.items()
 }
 FAST = [  # as unlike each other as possible
-    *("llama", "gemma3_text", "phi3_longrope", "mpt", "qwen3_moe", "gpt_oss", "deepseek_v3", "granite"),
-    *("qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h", "llava"),
+    *("gemma3_text", "phi3_longrope", "mpt", "gpt_oss", "deepseek_v3", "qwen3_5_text", "llava"),
 ]
 
 

@@ -12,6 +12,7 @@ def saved(folder):
     return [int(path.name.removeprefix("step_")) for path in checkpoints(folder / "checkpoints")]
 
 
+@pytest.mark.parametrize("head_type", ["eagle3", "medusa"])
 def test_a_head_that_is_not_finite_is_never_written(head_type, run, tmp_path):
     with pytest.raises(BadInput, match="step 1: the weights are not finite any more .*a lower train.learning_rate"):
         run(head_type, "a", "train.max_steps=1", "train.warmup_steps=0", "train.learning_rate=1e39")

@@ -78,7 +78,6 @@ def test_a_backend_that_came_up_as_another_is_caught(monkeypatch):
     [
         ("cpu", ("--cpu",), {}, "was asked for several processes and started one"),
         ("zero2", (), {"ACCELERATE_USE_CPU": "true"}, "ACCELERATE_USE_CPU would turn it off"),
-        ("fsdp2", (), {"ACCELERATE_USE_CPU": "true"}, "ACCELERATE_USE_CPU would turn it off"),
         ("fsdp2", ("--fsdp_version", "1"), {}, "asks for FSDP 1: set fsdp_version: 2"),
         ("ddp", ("--mixed_precision", "bf16"), {}, "asks for mixed_precision bf16"),
     ],

@@ -17,6 +17,7 @@ def losses(folder):
     return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.fast_only(layout=["packed"])
 @pytest.mark.parametrize("layout", ["bucketed", "packed"])
 def test_a_run_of_any_layout_goes_on_exactly(layout, run):
     how = (f"data.layout={layout}", "data.max_length=60")

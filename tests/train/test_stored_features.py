@@ -4,6 +4,7 @@ import pytest
 import yaml
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
+from headstart.heads.registry import HEADS
 from headstart.scripts.data.extract import extract
 
 
@@ -29,8 +30,11 @@ def losses(folder):
     return [row["loss"] for row in read_appended(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.fast_only(head_type=["eagle3", "medusa", "mtp"])
+CASES = [(name, ["padded", "packed"][i % 2]) for i, name in enumerate(sorted(HEADS))]
+
+
+@pytest.mark.parametrize(("head_type", "layout"), CASES)
+@pytest.mark.fast_only(head_type=["eagle3", "mtp"])
 def test_offline_and_online_training_have_the_same_losses(layout, head_type, run, features):
     how = f"data.layout={layout}", "data.max_length=60"
     stored = features(head_type, "features", *how)

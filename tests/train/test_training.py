@@ -10,7 +10,7 @@ from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
 from headstart.configs.owned import LOCK
 from headstart.eval.decoding import generate
-from headstart.heads.registry import load_head
+from headstart.heads.registry import HEADS, load_head
 from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
@@ -53,7 +53,7 @@ def said(call, *args):
 # The same run is the same run
 
 
-@pytest.mark.fast_only(head_type=["block", "eagle3", "mtp"])
+@pytest.mark.parametrize("head_type", ["block", "eagle3"])  # the others by test_the_written_config_repeats_the_run
 def test_the_same_seed_gives_the_same_losses(head_type, run):
     first, second = run(head_type, "a"), run(head_type, "b")
     assert figures(first) == figures(second) and weights(first) == weights(second)
@@ -62,11 +62,16 @@ def test_the_same_seed_gives_the_same_losses(head_type, run):
     assert figures(other, "loss") != figures(first, "loss")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "every"),
-    [("adamw", 0), ("muon", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("adamw", 2), ("muon", 0)))],
-)
-@pytest.mark.fast_only(head_type=["draft_lm", "eagle3", "medusa"])
+# every head with both optimizers, once with checkpoints on the way and once with none
+INTERRUPTED = [
+    (name, optimizer, 2 * ((i + j) % 2))
+    for i, name in enumerate(sorted(HEADS))
+    for j, optimizer in enumerate(["adamw", "muon"])
+]
+
+
+@pytest.mark.parametrize(("head_type", "optimizer", "every"), INTERRUPTED)
+@pytest.mark.fast_only(head_type=["eagle3", "hydra"], every=[2])
 def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, world):
     how = (f"data.validation={world / 'rows.jsonl'}", "train.validate_every=2", "train.decode_tokens=8")
     how += (f"train.optimizer={optimizer}",)
@@ -78,7 +83,7 @@ def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, wo
     assert figures(half) == figures(whole) and weights(half) == weights(whole)
 
 
-@pytest.mark.fast_only(head_type=["eagle3", "hydra"])
+@pytest.mark.fast_only(head_type=["eagle3"])
 def test_a_killed_run_goes_on_exactly(head_type, run, ended_process):
     """The kill came two steps behind a checkpoint, within a metrics row and while another checkpoint was written."""
     whole = run(head_type, "whole")
@@ -129,14 +134,14 @@ def test_a_finished_run_is_left_alone(run):
     assert everything(folder) == before
 
 
-@pytest.mark.fast_only(head_type=["eagle", "mtp"])
+@pytest.mark.fast_only(head_type=["mtp"])
 def test_the_written_config_repeats_the_run(head_type, run, tmp_path):
     first = run(head_type, "a")
     trainer.train(load_run(first / "config.yaml", [f"train.output_dir={tmp_path / 'again'}"]))
     assert figures(tmp_path / "again") == figures(first) and weights(tmp_path / "again") == weights(first)
 
 
-@pytest.mark.fast_only(head_type=["block", "eagle3", "medusa"])
+@pytest.mark.fast_only(head_type=["block", "eagle3"])
 def test_accumulated_batches_are_one_batch(head_type, run):
     """Rows of different lengths: the mean is over all supervised chains, not over means."""
     one = run(head_type, "one", "train.batch_size=4")
@@ -157,6 +162,7 @@ def test_a_seed_past_many_epochs_keeps_going(run):
 # What comes out
 
 
+@pytest.mark.fast_only(head_type=["block", "mtp"])
 def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type, run, world):
     how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
     how += ["train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}"]
@@ -176,7 +182,7 @@ def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type
     assert len(out.rounds) < 24, "fewer rounds than tokens"
 
 
-@pytest.mark.fast_only(head_type=["eagle3", "mtp"])
+@pytest.mark.fast_only(head_type=["mtp"])
 def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
     """A layer that is read from the disk in every forward."""
     places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(4)}

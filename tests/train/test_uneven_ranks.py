@@ -47,7 +47,7 @@ def rows_of(folder):
 def test_ranks_with_other_rows_never_wait_for_each_other_for_good(
     backend, layout, head_type, uneven, launching, by_one, shared_memory_op, tmp_path
 ):
-    steps, start = (60, LONG.get(head_type, "")) if layout == "padded" else (10, "")
+    steps, start = (30, LONG.get(head_type, "")) if layout == "padded" else (10, "")
     how = (*PLAIN, f"data.train={uneven}", f"data.layout={layout}", "data.max_length=150", f"train.max_steps={steps}")
     how += (f"head={{type: {head_type}, num_depths: 3{start}}}", "train.seed=1")
     processes = launching.start(backend, tmp_path / "two", *how, env=SMALL)

@@ -32,6 +32,7 @@ def validated(run, world):
     return start
 
 
+@pytest.mark.fast_only(head_type=["block", "eagle3"])
 def test_taught_and_decoded_figures_agree(head_type, validated, world):
     folder, validations = validated(head_type, "a", "train.decode_prompts=4", "train.decode_tokens=24")
     for _, row in validations:

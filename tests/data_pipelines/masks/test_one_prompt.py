@@ -121,7 +121,7 @@ how: dict[str, Any] = {
 }
 
 
-@settings(max_examples=200, **how)
+@settings(max_examples=60, **how)
 @given(row=rows(), name=st.sampled_from(NAMES), says=st.sampled_from(sorted(SAYS)))
 def test_a_row_has_one_prompt(row, name, says, chat_tokenizer):
     check(row, target(chat_tokenizer, name, says))

@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from headstart.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,6 +34,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def target_of(folder_of: Callable[[str], Path]) -> Callable[[str], Target]:
+    """target_of(kind): loaded once, for stand-ins of servers."""
+    return cache(lambda kind: Target.load(folder_of(kind), dtype="float32"))
 
 
 @pytest.fixture

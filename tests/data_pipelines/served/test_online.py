@@ -39,12 +39,11 @@ from test_served import WRONG
 
 
 @pytest.fixture
-def fake(folder_of, tmp_path):
+def fake(target_of, tmp_path):
     """fake(folder, **told): of the states; None: over TCP."""
 
     def make(folder="states", **told):
-        target = Target.load(folder_of("llama"), dtype="float32")
-        server = FakeServer(target, [1, 2, 3, 4], tmp_path / folder if folder else None)
+        server = FakeServer(target_of("llama"), [1, 2, 3, 4], tmp_path / folder if folder else None)
         server.told = told
         return server
 
@@ -93,7 +92,6 @@ HEADS = {
     ("head", "folder", "key"),
     [
         ("eagle3", "states", "data.layout=packed"),
-        ("medusa", "states", "data.layout=padded"),
         ("eagle", None, "data.layout=bucketed"),
     ],
 )
@@ -144,7 +142,7 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
 # Before the first step
 
 
-@pytest.mark.parametrize("what", ["target", "layers", "dtype", "tokenizer", "context"])
+@pytest.mark.parametrize("what", ["target", "context"])  # the others in test_served.py
 def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, keys, tmp_path):
     told, message = WRONG[what]
     with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
@@ -262,6 +260,7 @@ def test_no_more_rows_are_asked_for_than_may_wait(fake, run_of, keys, monkeypatc
     assert later[0] > first + 2, "they are asked for before they are needed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["the server", "training"])
 def test_the_side_that_limits_is_named(side, fake, run_of, keys, monkeypatch, capsys, tmp_path):
     """A trainer waits less than 5 % of its time for a server that is faster than its steps."""

@@ -56,8 +56,8 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     rounds, run = [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
     waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=head))
-    one_by_one = [generate(target, head, prompt, max_new_tokens=24) for prompt in prompts]
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=head))
+    one_by_one = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
     assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
     expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
@@ -77,8 +77,8 @@ def test_other_drafters_too(name, target, tiny_target, monkeypatch):
     drafter, rounds, run = OTHERS[name](target, tiny_target), [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
     waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=24, drafter=drafter))
-    one_by_one = [generate(target, drafter, prompt, max_new_tokens=24) for prompt in prompts]
+    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=drafter))
+    one_by_one = [generate(target, drafter, prompt, max_new_tokens=14) for prompt in prompts]
     assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
     expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"

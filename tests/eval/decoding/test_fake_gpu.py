@@ -19,12 +19,12 @@ from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
-TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0))), "dynamic": DynamicTree(6, 2, 3)}
+TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0)))}
 
 
 def head_for(head_type: str, target: Any, **changes: Any) -> Any:
@@ -175,8 +175,15 @@ def no_collection() -> Any:
     gc.enable()
 
 
-@pytest.mark.parametrize(("steps", "tree"), [("eager", "chain"), ("compile", "static")])
-@pytest.mark.fast_only(head_type=["block", "eagle3", "medusa"])
+@pytest.mark.parametrize(
+    ("head_type", "steps", "tree"),
+    [
+        ("block", "eager", "chain"),
+        ("eagle3", "compile", "static"),
+        ("medusa", "compile", "chain"),
+        ("mtp", "eager", "static"),
+    ],
+)
 def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
     """At once, and not when a collection comes by: the next engine needs the memory."""
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: lambda *now: step(*now))
@@ -214,8 +221,7 @@ def test_an_engine_whose_recording_failed_is_let_go(target, monkeypatch, no_coll
 # Prompts in chunks
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, tree, target, monkeypatch):
+def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, target, monkeypatch):
     """What they draft is the same, and no reading is wider than a chunk: so is no mask."""
     source = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 61, (length,), generator=source).tolist() for length in (37, 12, 5, 33, 1, 24)]
@@ -223,7 +229,7 @@ def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, tree, target
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=source))
-    how: dict[str, Any] = {"max_new_tokens": 16, "tree": TREES[tree], "eos_token_ids": []}
+    how: dict[str, Any] = {"max_new_tokens": 16, "eos_token_ids": []}
     whole = generate(target, head, prompts, **how)
     commit = head.commit
 

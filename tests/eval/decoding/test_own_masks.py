@@ -8,7 +8,6 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.nn.documents import Documents
@@ -82,7 +81,6 @@ def texts(model: Any) -> list[list[int]]:
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
-    "look-ups": lambda target: NgramDrafter(),
     "itself": DraftModelDrafter,
     "sparse itself": lambda target: SparseSelfDrafter(target, 32),
     "eagle3": lambda target: build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval(),
@@ -92,8 +90,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_chains_are_the_models_own_text_alone_and_in_a_batch(drafter, target, texts):
     how = {**HOW, "num_draft_tokens": None if drafter == "none" else 3}
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        assert generate(target, DRAFTERS[drafter](target), prompt, **how).token_ids == [text]
+    for row in (1, 2):  # the longest, and a prompt of one token
+        assert generate(target, DRAFTERS[drafter](target), PROMPTS[row], **how).token_ids == [texts[row]]
     done = generate(target, DRAFTERS[drafter](target), PROMPTS, **how)
     assert done.token_ids == texts
     if drafter == "itself":  # each draft is right, so none may be lost to a wrong bias or mask

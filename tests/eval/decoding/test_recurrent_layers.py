@@ -63,10 +63,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0},
     "zaya": {"layer_types": ["hybrid"] * 4, "router_hidden_size": 8, "moe_intermediate_size": 24, "num_experts": 2},
 }
-# in the fast suite, where the others are decoded by test_texts_are_the_models_own alone
+# in the fast suite; all kinds are walked through by tests/targets too
 FEW = ["qwen3_5_text", "lfm2", "bamba", "jamba", "recurrent_gemma"]
 PROMPTS = [[1, 5, 9, 14, 33], [1, 7, 8, 3, 22, 40, 11, 6, 30, 31, 5, 9, 14], [1], [1, 30, 31, 32]]
-NUM_NEW = 24
+NUM_NEW = 16
 HOW: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_ids": []}
 
 
@@ -107,26 +107,26 @@ def perturbed_head(target: Target) -> Any:
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
-    "n-grams": lambda target: NgramDrafter(),
     "itself": DraftModelDrafter,
     "eagle3": perturbed_head,
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.fast_only(hybrid=FEW)
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])  # others below
 def test_texts_are_the_models_own(drafter, hybrid):
     target, texts = hybrid
     made = DRAFTERS[drafter](target)
     assert generate(target, made, PROMPTS, num_draft_tokens=4, **HOW).token_ids == texts
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        assert generate(target, made, prompt, num_draft_tokens=4, **HOW).token_ids == [text]
+    for row in (1, 2):  # the longest, and a prompt of one token
+        assert generate(target, made, PROMPTS[row], num_draft_tokens=4, **HOW).token_ids == [texts[row]]
 
 
 @pytest.mark.fast_only(hybrid=FEW)
 def test_as_its_own_draft_model_every_draft_is_accepted(hybrid):
-    target, _ = hybrid
-    rounds = generate(target, DraftModelDrafter(target), PROMPTS, num_draft_tokens=3, **HOW).rounds
-    assert all(num == 3 for done in rounds[1:-1] for num in done.num_accepted)
+    target, texts = hybrid
+    found = generate(target, DraftModelDrafter(target), PROMPTS, num_draft_tokens=3, **HOW)
+    assert found.token_ids == texts and all(num == 3 for done in found.rounds[1:-1] for num in done.num_accepted)
 
 
 @pytest.mark.fast_only(hybrid=FEW)
@@ -187,9 +187,8 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(hybrid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
-def test_sampled_text_follows_the_targets_distribution(kind, chi_square):
-    target = Target(make_hybrid(kind, vocab_size=6, eos_token_id=None), name=kind, fingerprint="")
+def test_sampled_text_follows_the_targets_distribution(chi_square):
+    target = Target(make_hybrid("bamba", vocab_size=6, eos_token_id=None), name="bamba", fingerprint="")
     assert chi_square(target, NgramDrafter(), num_rows=2000, temperature=1.0, top_p=0.9) < 1.5
 
 

@@ -66,7 +66,6 @@ def eagle3(target: Target) -> Any:
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
-    "look-ups": lambda target: NgramDrafter(),
     "itself": DraftModelDrafter,
     "sparse itself": lambda target: SparseSelfDrafter(target, 32),
     "eagle3": eagle3,
@@ -101,6 +100,7 @@ def test_sampled_rounds_end_at_the_change_too(target, texts):
     assert done.token_ids == texts
 
 
+@pytest.mark.slow
 def test_recorded_rounds_go_over_the_change(target, texts, monkeypatch):
     monkeypatch.setattr(replay, "compiled", partial(replay.compiled, backend="eager"))  # traced whole, not compiled
     engine = Engine(target, NgramDrafter(), batch_size=3, max_length=64, num_draft_tokens=3, steps="compile")

@@ -1,7 +1,7 @@
 """Sampled text follows the target's distribution: every way to draft x temperatures, with top-p, through the engine.
 
 Joint counts of four tokens over a vocabulary of 6 against exact enumeration, by chi-square; test_verify_sampling.py
-does the same for the rules alone, with far more rows.
+does the same for the rules alone, with more rows and trees.
 """
 
 from typing import Any
@@ -37,29 +37,24 @@ def untrained(head_type, target):
     return build_head(HEADS[head_type].config_class(type=head_type, num_depths=2), target, seed=1).eval()
 
 
-# rules and engine are the same for every head: one of them here, the others with the slow tests
-EVERY_HEAD = [name if name == "eagle3" else pytest.param(name, marks=pytest.mark.slow) for name in sorted(HEADS)]
+# every head with every tree but for chains, which test_contract.py has; each with both temperatures
+CASES = [("eagle3", "chain", HOWS[1])]
+CASES += [
+    (name, tree, HOWS[(i + j) % 2])
+    for i, name in enumerate(sorted(HEADS))
+    for j, tree in enumerate(TREES)
+    if tree != "chain"
+]
 
 
-# likewise the processing of logits and the kinds of trees: the cooler temperature with one kind here
-COOLER = {tree: [pytest.mark.slow] * (tree != "static") for tree in TREES}
-
-
-@pytest.mark.parametrize(
-    ("tree", "how"),
-    [
-        *(pytest.param(tree, HOWS[0], marks=marks, id=f"{tree}-T=0.7") for tree, marks in COOLER.items()),
-        *(pytest.param(tree, HOWS[1], id=f"{tree}-T=1.0") for tree in TREES),
-    ],
-)
-@pytest.mark.parametrize("name", EVERY_HEAD)
+@pytest.mark.fast_only(name=["eagle3"])  # rules and engine are the same for every head
+@pytest.mark.parametrize(("name", "tree", "how"), CASES, ids=str)
 def test_heads_draft_without_changing_the_law(tree, how, name, small, chi_square):
     assert chi_square(small, untrained(name, small), tree=TREES[tree], **how) < 1.5
 
 
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"T={how['temperature']}")
-def test_ngrams_draft_without_changing_the_law(how, small, chi_square):
-    assert chi_square(small, NgramDrafter(), **how) < 1.5
+def test_ngrams_draft_without_changing_the_law(small, chi_square):
+    assert chi_square(small, NgramDrafter(), **HOWS[1]) < 1.5
 
 
 def test_sparse_drafts_do_not_change_the_law(small, chi_square):
@@ -120,12 +115,10 @@ def test_the_thresholds_of_typical_acceptance_are_arguments(small):
 # What these tests must be able to see
 
 
-@pytest.mark.parametrize("forgotten", ["normalised", "residual_behind"])
-def test_a_rejection_without_renormalising_is_caught(forgotten, small, chi_square, monkeypatch):
-    """Sums left below 1, which a second child feels; or nothing taken off the target, which a chain's bonus does."""
-    tree = {"normalised": "sampled", "residual_behind": "sampled-chain"}[forgotten]
-    monkeypatch.setattr(verify, forgotten, lambda probs, *_: probs)
-    assert chi_square(small, untrained("medusa", small), tree=TREES[tree], num_rows=12_000, **HOWS[1]) > 3
+def test_a_rejection_without_renormalising_is_caught(small, chi_square, monkeypatch):
+    """Nothing taken off the target, which a chain's bonus feels; sums left below 1: test_verify_sampling.py."""
+    monkeypatch.setattr(verify, "residual_behind", lambda probs, *_: probs)
+    assert chi_square(small, untrained("medusa", small), tree=TREES["sampled-chain"], num_rows=12_000, **HOWS[1]) > 3
 
 
 @pytest.mark.parametrize("tree", ["sampled", "sampled-chain"])

@@ -58,12 +58,10 @@ def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) 
 # Losslessness
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 5])
-def test_the_text_is_what_transformers_writes(drafter, target, num_draft_tokens):
-    how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": num_draft_tokens}
+def test_the_text_is_what_transformers_writes(drafter, target):
+    how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 5}
     expected = [their_text(target, prompt, 20) for prompt in PROMPTS]
     assert generate(target, drafter, PROMPTS, **how).token_ids == expected
-    assert [generate(target, drafter, prompt, **how).token_ids[0] for prompt in PROMPTS] == expected
 
 
 def test_a_batch_accepts_what_its_rows_accept_alone(drafter, target):
@@ -71,9 +69,12 @@ def test_a_batch_accepts_what_its_rows_accept_alone(drafter, target):
     if getattr(drafter, "shared", None) is not None:
         return
     how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 3, "eos_token_ids": []}
-    together = generate(target, drafter, PROMPTS, **how).rounds
+    text = generate(target, drafter, PROMPTS, **how)
+    together = text.rounds
     for i, prompt in enumerate(PROMPTS):
-        alone = generate(target, drafter, prompt, **how).rounds
+        alone_text = generate(target, drafter, prompt, **how)
+        assert alone_text.token_ids == [text.token_ids[i]]
+        alone = alone_text.rounds
         ours = [(one.num_accepted[i], one.num_committed[i]) for one in together if one.num_committed[i]]
         assert ours == [(one.num_accepted[0], one.num_committed[0]) for one in alone]
 

@@ -195,10 +195,9 @@ def test_a_round_of_rows_counts_those_that_grew():
     assert asking.pace.lower == pytest.approx(20 + 1 + DRAFT_COST), "once a round"
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, head, batch_size):
+def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, head):
     """It is asked every third round in one run, and every round in the other."""
-    prompts, rounds = [[1, 5, 9, 7], [1, 7, 8, 3, 6, 4], [1, 2]][:batch_size], 12
+    prompts, rounds = [[1, 5, 9, 7], [1, 7, 8, 3, 6, 4], [1, 2]], 12
     drafted: list[dict[int, list[list[int]]]] = []
     for every in (1, 3):
         drafter, found, count = HybridDrafter(head), dict[int, list[list[int]]](), iter(range(1000))
@@ -217,7 +216,12 @@ def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, 
     assert len(late) > 2 and all(at_once[number] == chains for number, chains in late.items())
 
 
-@pytest.mark.parametrize(("tree", "num_draft_tokens"), [(None, 2), (None, 5), (TREE, None)])
+DRAFTED = [(None, 2), (None, 5), (TREE, None)]
+
+
+@pytest.mark.parametrize(
+    ("head_type", "tree", "num_draft_tokens"), [(name, *DRAFTED[i % 3]) for i, name in enumerate(sorted(HEADS))]
+)
 def test_a_head_reads_and_drafts_in_one_recorded_step(tree, num_draft_tokens, target, head, monkeypatch):
     """Few operations are left outside of it, whatever the head. Texts and drafts are the same, and those of the next
     prompts, for which nothing is recorded again. Chains of two, of five, some of them behind the head's, and trees."""
@@ -242,7 +246,7 @@ def test_a_head_reads_and_drafts_in_one_recorded_step(tree, num_draft_tokens, ta
 
         monkeypatch.setattr(engine, "draft", drafted)
         stop = Stop.of(target, eos_token_ids=[])
-        texts = [decode(engine, rows, max_new_tokens=20, stop=stop) for rows in (PROMPTS, LONGER)]
+        texts = [decode(engine, rows, max_new_tokens=14, stop=stop) for rows in (PROMPTS, LONGER)]
         drafts = [done.num_accepted for text in texts for done in text.rounds]
         return [text.token_ids for text in texts], drafts, sorted(counts), engine
 

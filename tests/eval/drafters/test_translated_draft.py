@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from functools import cache
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def with_tokenizer(model, tokenizer, name="tiny") -> Target:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make(tiny_model):
     """make(tokenizer, family): a random model of that tokenizer."""
 
@@ -84,6 +85,12 @@ def make(tiny_model):
         return with_tokenizer(tiny_model(family, vocab_size=len(tokenizer), eos_token_id=eos, **changes), tokenizer)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def vocabulary_of(make):
+    """vocabulary_of(a name in TOKENIZERS), made once."""
+    return cache(lambda name: Vocabulary(make(TOKENIZERS[name]())))
 
 
 class Knows:
@@ -155,14 +162,13 @@ def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) 
 
 
 @pytest.mark.parametrize("draft", ["words", "sentencepieces", "words with a prefix"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 5])
-def test_the_text_is_what_transformers_writes(draft, num_draft_tokens, make):
+def test_the_text_is_what_transformers_writes(draft, make):
     target, model = make(letters()), make(TOKENIZERS[draft](), "qwen3")
-    how: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": num_draft_tokens}
+    how: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": 5}
     expected = [their_text(target, prompt, 12) for prompt in PROMPTS]
     drafter = TranslatedDrafter(model, target)
     assert generate(target, drafter, PROMPTS, **how).token_ids == expected
-    assert [generate(target, drafter, prompt, **how).token_ids[0] for prompt in PROMPTS] == expected
+    assert [generate(target, drafter, prompt, **how).token_ids[0] for prompt in PROMPTS[1:3]] == expected[1:3]
 
 
 def test_the_text_of_bytes_that_make_no_characters_is_the_targets(make):
@@ -220,6 +226,7 @@ def test_a_model_that_knows_the_text_is_accepted(source, draft):
     assert accepted / drafted > 0.85, (accepted, drafted)
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_a_model_that_reads_the_text_afresh(make):
     """After rejections, in rows of different lengths that end at different times: nothing stale is read."""
     target, model = make(letters()), make(words(), "qwen3")
@@ -241,8 +248,8 @@ def test_drafts_are_those_of_a_model_that_reads_the_text_afresh(make):
 
 @pytest.mark.parametrize("draft", sorted(TOKENIZERS))
 @pytest.mark.parametrize("source", sorted(TOKENIZERS))
-def test_translating_bit_by_bit_is_translating_the_whole(source, draft, make):
-    pair = [Vocabulary(make(TOKENIZERS[name]())) for name in (source, draft)]
+def test_translating_bit_by_bit_is_translating_the_whole(source, draft, vocabulary_of):
+    pair = [vocabulary_of(source), vocabulary_of(draft)]
     ids, chance = pair[0].encode(TEXT), random.Random(7)
     row, at = TranslatedRow(*pair), 0
     while at < len(ids):

@@ -53,7 +53,7 @@ def texts_of(target, drafter, sampling, *, accept="exact"):
     return [[one] for one in text.token_ids]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["cold", "top_p"])
 def test_an_exact_rule_passes(way, target, drafter):
     sampling = WAYS[way]
     drafted, plain = texts_of(target, drafter, sampling), texts_of(target, None, sampling)

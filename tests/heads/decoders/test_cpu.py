@@ -127,7 +127,7 @@ def test_a_path_through_a_tree_has_the_states_of_a_chain(targets):
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
 @torch.no_grad()
 def test_what_reads_the_same_keys_together_gives_what_each_gives_alone(tiny_model, head_dim):
     """Three heads per key head, and a tree behind 37 tokens; heads of sizes of which unequal numbers go together."""

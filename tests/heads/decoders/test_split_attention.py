@@ -55,8 +55,10 @@ def test_parts_are_for_few_queries_over_long_caches(rows, queries, slots, wanted
     assert reads_in_parts(query, key) == wanted
 
 
-@pytest.mark.parametrize("head_type", [None, "eagle3", "hydra"])
-@pytest.mark.parametrize("tree", [None, StaticTree(((0,), (1,), (0, 0), (1, 0)))], ids=["chain", "tree"])
+TREE = StaticTree(((0,), (1,), (0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize(("head_type", "tree"), [(None, None), ("eagle3", TREE), ("hydra", None)])
 def test_texts_are_the_same(head_type, tree, target, monkeypatch):
     """As if this were a GPU and 64 slots were long: of the target and of heads with a cache."""
     head = None

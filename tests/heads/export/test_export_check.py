@@ -322,7 +322,7 @@ def paths_in(value, path=()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_only(kind=["block", "eagle3", "speculators"])
+@pytest.mark.fast_only(kind=["speculators"])
 def test_a_value_of_any_other_type_is_a_problem_and_no_crash(kind, exported):
     path = exported(kind) / "config.json"
     sound = path.read_text()

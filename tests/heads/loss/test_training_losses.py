@@ -1,4 +1,4 @@
-"""What training counts: every head with every loss, by depth, by weights of tokens, and on aligned chains only."""
+"""What training counts: every loss and every head, by depth, by weights of tokens, and on aligned chains only."""
 
 import math
 from types import SimpleNamespace
@@ -59,7 +59,12 @@ def test_a_cpu_scores_enough_positions_at_a_time_of_any_vocabulary():
     assert sizes == [512, 64, 64, 64]
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+# each loss with one head, as all are functions of logits; and every head with one of these, and with that of its states
+PAIRS = [(name, "eagle3") for name in LOSSES if name not in ("soft_ce", "feature")]
+PAIRS += [(name, head_type) for name in ("soft_ce", "feature") for head_type in sorted(HEADS)]
+
+
+@pytest.mark.parametrize(("name", "head_type"), PAIRS)
 def test_every_loss_trains_every_head(name, head_type, target, make_batch):
     """Ten steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
     head = trained_looking(head_type, target, num_depths=2, loss={name: 1.0})

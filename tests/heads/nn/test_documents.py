@@ -57,10 +57,12 @@ OPTIONS = [(name, {}) for name in sorted(HEADS)] + [
     ("hydra", {"prefix_attention": True}),
     ("mtp", {"independent": False}),
 ]
+# every head on one target, and on every target one with layers of its own and one with the target's
+CASES = [(*option, TARGETS[0]) for option in OPTIONS]
+CASES += [(name, {}, family) for name in ("eagle3", "mtp") for family in TARGETS[1:]]
 
 
-@pytest.mark.parametrize(("head_type", "changes"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize(("head_type", "changes", "family"), CASES, ids=str)
 def test_packed_texts_are_drafted_for_as_if_alone(head_type, changes, family, tiny_target):
     target = tiny_target(family)
     head, rows = shaken(head_type, target, **changes), texts()

@@ -99,7 +99,7 @@ def test_a_scale_of_the_logits_is_read_off_the_models_own():
 def test_logits_are_capped_in_the_models_own_dtype(dtype):
     """In bf16 that moves them by more than rounding would elsewhere."""
     torch.manual_seed(0)
-    config = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0)
+    config = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, final_logit_softcapping=2.0)
     model, ids = Gemma2ForCausalLM(config).to(dtype).eval(), torch.tensor([[1, 7, 8, 3]])
     target = Target(model, name="capped", fingerprint="")
     assert torch.equal(target.logits(target.forward(ids).post_norm), model(ids).logits.float())

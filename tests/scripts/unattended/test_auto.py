@@ -38,6 +38,7 @@ def auto(headstart, chat_target, traffic, in_process, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_process, tmp_path):
     machine_is(medusa=1.2, hydra=1.3, eagle=2.5)
     code, said, found = auto("--budget 20s --max-new-tokens 12")
@@ -137,6 +138,7 @@ def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(a
     assert found["trained"]["score"]["acceptance_length"] > 1 and found["decision"] is not None
 
 
+@pytest.mark.slow
 def test_where_no_candidate_can_pay_nothing_is_trained(auto, machine_is, in_process):
     machine_is(medusa=2.5, hydra=3.0)
     code, said, found = auto()

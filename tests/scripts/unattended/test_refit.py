@@ -25,6 +25,7 @@ def refit(headstart, worded_target, head_folder, in_process, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process, tmp_path):
     old, new = served_by("old", 30), served_by("new", 40)
     others = [{**row, "domain": "others"} for row in served_by("others", 10, by="another")]
@@ -68,6 +69,7 @@ def test_too_little_traffic_is_refused_and_leaves_nothing(refit, served_by, file
     assert found is None and not (tmp_path / "refit").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
     rows = served_by("new", 20, by="another")
     assert refit(file_of("logs", rows))[0] == 0
