@@ -171,7 +171,7 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
     def one_too_many(chosen, drafted):
         return (accepted(chosen, drafted) + 1).clamp(max=drafted.shape[1])
 
-    name, broken = ("choose", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
+    name, broken = ("choose_tokens", greedy_behind) if "greedy" in mutation else ("accept_chain", one_too_many)
     monkeypatch.setattr(f"headstart.eval.decoding.verify.{name}", broken)
     assert chi_square(target, head, num_new=3) > 3
 

@@ -36,7 +36,7 @@ def same(folder, other):
 
 @pytest.mark.fast_only(head_type=["draft_lm", "eagle3"])
 def test_a_run_goes_on_from_a_head(head_type, run, capsys):
-    first = run(head_type, "first", "train.max_steps=12", "train.learning_rate=1e-2")
+    first = run(head_type, "first", "train.max_steps=30", "train.learning_rate=1e-2")
     more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12")
     assert "was trained with another" not in capsys.readouterr().err
     assert losses(more)[0][1] < losses(first)[0][1]
