@@ -96,7 +96,7 @@ print("grew", bytes_of("VmHWM") - before)
 
 @pytest.mark.slow
 def test_no_process_ever_holds_the_whole_target(tmp_path):
-    sizes: dict[str, Any] = dict(vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=20)
+    sizes: dict[str, Any] = dict(vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=40)
     config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)

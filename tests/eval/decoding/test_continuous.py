@@ -37,7 +37,7 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     system = [3, 9, 4, 4, 8]
     prompts = [[*system, 7], [*system, 7, 2, 6], [*system, 7, 2, 6], [*system, 1], [5, *system], system]
     kept, read = [], continuous.prefill
-    monkeypatch.setattr(continuous, "prefill", lambda *given, **how: kept.append(how["num_kept"]) or read(*given, **how))
+    monkeypatch.setattr(continuous, "prefill", lambda *a, **how: kept.append(how["num_kept"]) or read(*a, **how))
     waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
     answers = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=14))
     assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(prompts)}
