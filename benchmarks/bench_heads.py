@@ -28,10 +28,10 @@ from ..eval.measurement.config import MeasureConfig
 from ..eval.measurement.environment import device_name
 from ..eval.measurement.measure import measure
 from ..eval.suites.prompts import load_suite
-from ..heads.fit import head_size
 from ..heads.loading import TargetConfig, default_device
 from ..heads.registry import load_head
 from ..heads.target import Target
+from ..heads.targets.fit import head_size
 from ..heads.targets.skeleton import load_skeleton
 from ..train.config import RunConfig, TrainConfig
 from ..train.trainer import train

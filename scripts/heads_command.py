@@ -54,8 +54,8 @@ def describe_family(name: str, skeleton: "Target", *, sized: bool) -> dict[str, 
     `reads.feature_layers` is null where the family chooses them by the target's depth, and no target is given.
     """
     from ..configs.loader import build, read_config
-    from ..heads.fit import head_size
     from ..heads.registry import head_class
+    from ..heads.targets.fit import head_size
 
     family = head_class(name)
     config = build(family.config_class, read_config(f"heads/{name}.yaml")["head"], where=f"heads/{name}.yaml: head")

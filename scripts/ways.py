@@ -10,9 +10,9 @@ from rich.table import Table
 from ..configs.errors import BadInput
 from ..configs.loader import build, read_config
 from ..data_pipelines.served.vllm_process import CONNECTOR, serving_flags
-from ..heads.fit import HeadSize, TargetSize, head_size, target_size
 from ..heads.loading import TargetConfig, quantization
 from ..heads.registry import head_class
+from ..heads.targets.fit import HeadSize, TargetSize, head_size, target_size
 from ..heads.targets.skeleton import load_skeleton
 from .heads_command import in_bytes
 

@@ -20,10 +20,10 @@ from ..data_pipelines.storage.shards import Shards
 from ..heads.adapters import add_adapters
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.decoders.cpu.products import pack_linears
-from ..heads.fit import check_fit
 from ..heads.nn.fusing import fuse
 from ..heads.registry import build_head, head_record, start_head
 from ..heads.target import Target
+from ..heads.targets.fit import check_fit
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, TrainConfig, differing_key

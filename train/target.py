@@ -22,12 +22,12 @@ from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
 from ..heads.base import HeadConfig
 from ..heads.families import reads_layers
-from ..heads.fit import build_skeleton_head
 from ..heads.loading import TargetConfig
 from ..heads.registry import build_head
 from ..heads.target import Target
 from ..heads.targets.bare import BareTarget, NeedsLayers
 from ..heads.targets.dtype import with_default_dtype
+from ..heads.targets.fit import build_skeleton_head
 from ..heads.targets.parts import OutputUse
 from ..heads.targets.sharded import ShardedTarget
 from ..heads.targets.skeleton import load_skeleton

@@ -17,9 +17,9 @@ from ...configs.jsonl import read_appended, read_jsonl
 from ...data_pipelines.vocab import always_kept, worthwhile_size
 from ...eval.measurement.repetition import text_repetition
 from ...heads.chat.written_ids import KEY
-from ...heads.fit import row_share
 from ...heads.loading import TargetConfig
 from ...heads.target import Target
+from ...heads.targets.fit import row_share
 from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from .candidates import BATCH_SIZE
 from .clock import ANSWERS

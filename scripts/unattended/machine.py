@@ -25,11 +25,11 @@ from ...eval.report.one_result import counted_words
 from ...heads.base import DraftBatch, DraftHead
 from ...heads.decoders.cpu.build import multiplies_bf16
 from ...heads.decoders.cpu.products import pack_linears
-from ...heads.fit import build_skeleton_head
 from ...heads.loading import TargetConfig, release_memory
 from ...heads.registry import build_head
 from ...heads.start.closed_form import num_fitted
 from ...heads.target import Target
+from ...heads.targets.fit import build_skeleton_head
 from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from ...train.config import TrainConfig
 from ...train.optim import build_optimizer

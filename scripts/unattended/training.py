@@ -20,7 +20,7 @@ from ...configs.jsonl import read_appended
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...heads.base import DraftHead, HeadConfig
-from ...heads.fit import row_share
+from ...heads.targets.fit import row_share
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED

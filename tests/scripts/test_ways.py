@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from headstart.heads.fit import HeadSize, TargetSize
+from headstart.heads.targets.fit import HeadSize, TargetSize
 from headstart.scripts.cli import app
 from headstart.scripts.ways import ways_of
 from typer.testing import CliRunner

@@ -17,10 +17,10 @@ from headstart.heads.decoders.cache import SlotCache
 from headstart.heads.decoders.split_attention import reads_in_parts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
-from headstart.heads.fit import build_skeleton_head
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from headstart.heads.targets.fit import build_skeleton_head
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.heads.fit import TRAINING_BYTES, check_fit, head_size
 from headstart.heads.loading import TargetConfig
 from headstart.heads.registry import build_head, head_class
 from headstart.heads.target import Target
+from headstart.heads.targets.fit import TRAINING_BYTES, check_fit, head_size
 from headstart.heads.targets.skeleton import load_skeleton
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..configs.errors import BadInput
-from .base import DraftHead, HeadConfig
-from .families import head_class
-from .loading import TargetConfig
-from .target import Target
-from .targets.skeleton import NoSkeleton, load_skeleton
+from ...configs.errors import BadInput
+from ..base import DraftHead, HeadConfig
+from ..families import head_class
+from ..loading import TargetConfig
+from ..target import Target
+from .skeleton import NoSkeleton, load_skeleton
 
 TRAINING_BYTES = 16  # per trained parameter: an fp32 weight, its gradient and AdamW's two moments
 FROZEN_BYTES = 4  # per frozen parameter of the head: an fp32 weight
