@@ -54,7 +54,7 @@ def packed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDING)
