@@ -156,13 +156,16 @@ def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """By `fast_only`, cases that are not named are slow; by `slow_only`, those that are named, and the others soak."""
     for item in items:
-        for kind in ("fast_only", "slow_only"):
-            for mark in item.iter_markers(kind):
-                is_named = all(item.callspec.params[name] in values for name, values in mark.kwargs.items())
-                if kind == "slow_only":
-                    item.add_marker(pytest.mark.slow if is_named else pytest.mark.soak)
-                elif not is_named:
-                    item.add_marker(pytest.mark.slow)
+        for mark in item.iter_markers("fast_only"):
+            if not is_named(item, mark):
+                item.add_marker(pytest.mark.slow)
+        for mark in item.iter_markers("slow_only"):
+            item.add_marker(pytest.mark.slow if is_named(item, mark) else pytest.mark.soak)
+
+
+def is_named(case: pytest.Function, mark: pytest.Mark) -> bool:
+    """Whether the mark lists the case's value of each parameter that it speaks of."""
+    return all(case.callspec.params[name] in values for name, values in mark.kwargs.items())
 
 
 @pytest.fixture(params=sorted(HEADS))
