@@ -68,6 +68,9 @@ class TrainConfig:
     # each of several processes holds a share of every layer of the target, gathered while the layer runs; nothing is
     # decoded then. docs/large_targets.md
     shard_target: bool = False
+    # so many neighbouring processes read the same rows, each learning a part of their chains: for rows too long for one
+    # process; 1: each has rows of its own
+    context_parallel: PositiveInt = 1
     device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one; CUDA_VISIBLE_DEVICES selects GPUs
 
     watchdog_minutes: Amount = 20.0  # end the process after this time without progress, see watchdog.py; 0: never

@@ -71,7 +71,8 @@ class Loop:
         started = time.perf_counter()
         taken = self._taken(batches)
         waited = time.perf_counter() - started
-        torch.manual_seed(step_seed(self.config.seed, step, self.accelerator.process_index))
+        of_rows = self.accelerator.process_index // self.config.context_parallel
+        torch.manual_seed(step_seed(self.config.seed, step, of_rows))
         share, scales = learning_rate_share(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
@@ -79,12 +80,12 @@ class Loop:
         with self.speed.counted(num_positions):
             learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
         self.watchdog.at(f"step {step + 1}: its figures")
-        loss, num_ranks = learned["loss"], self.accelerator.num_processes
+        loss, num_readers = learned["loss"], self.accelerator.num_processes // self.config.context_parallel
         if not math.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")
         seconds = time.perf_counter() - started
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
-        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_devices=num_ranks)
+        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_readers=num_readers)
         return {
             "step": step + 1,  # steps done
             **learned,
@@ -117,7 +118,9 @@ class Loop:
         """Forward, backward and update; returns the figures over all ranks."""
         at = self.watchdog.at
         at(f"step {step + 1}: the counts of all ranks")
-        chains = [self.head.training_starts(batch.loss_mask) for batch in batches]
+        num = self.config.context_parallel
+        part = self.accelerator.process_index % num
+        chains = [self.head.training_starts(batch.loss_mask).part(part, num) for batch in batches]
         counts = [  # [2, K] each: of supervised chains, with and without their weights
             torch.stack([starts.counts(batch.weights), starts.counts()])
             for starts, batch in zip(chains, batches, strict=True)

@@ -42,7 +42,7 @@ from .target import load_target, open_server, served_validation
 from .tracking import check_trackers
 from .training_record import TrainingRecord
 
-ROWS_AT_ONCE = 4  # that a head's start is made of
+ROWS_AT_ONCE, TOKENS_AT_ONCE = 4, 8192  # most, that a head's start is made of; one row in any case
 COMPILED_FROM = 500  # steps; in fewer, the seconds of compiling are estimated not to pay
 
 
@@ -77,6 +77,9 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     accelerator, asked = start_accelerator(run.train), run.train
+    if accelerator.num_processes % run.train.context_parallel:
+        num = accelerator.num_processes
+        raise BadInput(f"train.context_parallel {run.train.context_parallel}: {num} processes are no multiple of it")
     target = load_target(run, accelerator, console)
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
@@ -183,9 +186,12 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
 
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
     """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
-    target, plan = head.target, data.plan(batch_size=ROWS_AT_ONCE, seed=config.seed)
+    target, lengths = head.target, data.samples.lengths
+    longest = data.config.max_length if data.config.layout == "packed" else int(lengths.max())
+    num_rows = min(ROWS_AT_ONCE, max(1, TOKENS_AT_ONCE // longest))
+    plan = data.plan(batch_size=num_rows, seed=config.seed)
     read = partial(target.read_texts, feature_layers=head.feature_layers)
-    for number in range(max(1, len(data.samples) // ROWS_AT_ONCE)):
+    for number in range(max(1, len(lengths) // num_rows)):
         yield data.batch(plan.rows(number)).to(target.device).filled(read)
 
 

@@ -58,7 +58,8 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     accelerator = start.accelerator
     say = console.print if accelerator.is_main_process else lambda *_: None
     config, rank, num_ranks = run.train, accelerator.process_index, accelerator.num_processes
-    plan = start.data.plan(batch_size=config.batch_size, seed=config.seed, num_ranks=num_ranks, rank=rank)
+    how = {"num_ranks": num_ranks // config.context_parallel, "rank": rank // config.context_parallel}
+    plan = start.data.plan(batch_size=config.batch_size, seed=config.seed, **how)
     say(
         f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
@@ -101,6 +102,7 @@ def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device:
     longest = plan.sequence.capacity or int(plan.sequence.lengths.max())
     with torch.random.fork_rng():  # a family may draw its chains
         starts = head.training_starts(torch.ones(plan.batch_size, longest, dtype=torch.bool))
+    starts = starts.part(0, config.context_parallel)
     how = {"itemsize": product_dtype(config).itemsize, "num_depths": starts.num_depths}
     num_bytes = head.kept_bytes(starts.positions.numel(), **how)
     if is_kept(num_bytes, device):

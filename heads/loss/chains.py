@@ -43,6 +43,23 @@ class ChainStarts:
         oldest = torch.where(self.valid[..., 0], self.positions, self.positions.amax()).amin(0)  # [S]
         return behind_window(self.blocks, oldest.tolist(), window)
 
+    def part(self, index: int, num: int) -> "ChainStarts":
+        """The chains of one of `num` processes that learn these between them.
+
+        Of 2 * num runs of neighbouring chains it has one from the front and one from the back: later chains see more
+        keys, and neighbours share most of the positions that the target scores.
+        """
+        if num == 1:
+            return self
+        size = self.positions.shape[1]
+        order = torch.arange(size, device=self.positions.device).tensor_split(2 * num)
+        taken = torch.cat([order[index], order[-1 - index]])
+        is_empty = len(taken) == 0  # fewer chains than processes: one that teaches nothing
+        taken = order[0].new_zeros(1) if is_empty else taken
+        valid = self.valid[:, taken] & (not is_empty)
+        widths = None if self.widths is None else self.widths[:, taken]
+        return ChainStarts(self.positions[:, taken], valid, widths, has_gaps=True)
+
     def plan(self, num_positions: int, *, size: int) -> ChunkPlan:
         """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.
 

@@ -4,6 +4,7 @@ Of families that compute in several ways, variants.json lists the options, each 
 """
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,25 @@ def test_every_parameter_learns(head_type, target, make_batch):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
     assert all(p.grad is None for name, p in head.named_parameters() if name not in trained)
+
+
+def test_processes_that_share_rows_learn_what_one_would(head_type, target, make_batch):
+    head = fresh(head_type, target, trained_looking=True)
+    batch = make_batch(target, head)
+    starts = head.training_starts(batch.loss_mask)
+
+    def learned(parts):
+        losses = [head.loss(replace(batch, starts=part), starts.counts(batch.weights)).loss for part in parts]
+        sum(losses).backward()
+        gradients = [p.grad.clone() for p in head.parameters() if p.grad is not None]
+        head.zero_grad()
+        return torch.stack([sum(losses).detach(), *(gradient.norm() for gradient in gradients)]), gradients
+
+    most = starts.positions.shape[1]
+    for num in (2, most + 1):  # the last of these has no chain left
+        (figures, gradients), (whole, expected) = learned([starts.part(i, num) for i in range(num)]), learned([starts])
+        torch.testing.assert_close(figures, whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
     assert all(p.grad is None for p in target.model.parameters())
 
 
