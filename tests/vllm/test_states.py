@@ -22,7 +22,10 @@ from headstart.data_pipelines.served.asking import StateServer
 from headstart.data_pipelines.served.reading import layers_asked
 from headstart.data_pipelines.served.vllm_process import VllmServer, serving_flags
 from headstart.data_pipelines.storage.shards import Shards
+from headstart.eval.decoding import generate
+from headstart.eval.measurement.metrics import acceptance
 from headstart.heads.importing.gguf import cache_folder
+from headstart.heads.registry import load_head
 from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
 from headstart.train.config import load_inputs, load_run
@@ -51,6 +54,7 @@ KINDS = {
 SMALL = ["--enforce-eager", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)]
 CHUNKS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--enable-prefix-caching"]
 STEPS, ROWS = 100, 64  # of training on SmolLM2
+HELD_OUT, ANSWER = 12, 64  # prompts that are decoded with the trained heads, and tokens of an answer
 SMALLER = {"num_depths": 3, "draft_vocab_size": 2048}  # so that a step takes less than a second
 pytestmark = pytest.mark.timeout(3600)
 
@@ -277,31 +281,40 @@ def runs(process: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def smollm2(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """SmolLM2-135M-Instruct's folder, and a server of what EAGLE-3 and Medusa read of it."""
+def smollm2(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target, Path, str]]:
+    """SmolLM2-135M-Instruct, rows that it wrote, and a server of what EAGLE-3 and Medusa read of it."""
     folder = cache_folder() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         pytest.skip("needs SmolLM2-135M-Instruct, by `headstart target get`")
     work = tmp_path_factory.mktemp("smollm2")
     inputs, target = load_inputs(config_of(folder, work, {"type": "eagle3"})), Target.load(folder, dtype="float32")
+    prompts = prompts_of(target, ROWS, held_out=False)
+    with (work / "answers.jsonl").open("w") as file:
+        for at in range(0, ROWS, 16):
+            some = prompts[at : at + 16]
+            written = generate(target, None, some, max_new_tokens=ANSWER).token_ids
+            for prompt, answer in zip(some, written, strict=True):
+                file.write(json.dumps({"input_ids": prompt + answer, "prompt_length": len(prompt)}) + "\n")
     layers = layers_asked(target, reads_of(inputs, target))
     with serving(python, folder, layers, work, "--max-model-len", "512") as url:
-        yield folder, url
+        yield target, work / "answers.jsonl", url
+
+
+def prompts_of(target: Target, num: int, *, held_out: bool) -> list[list[int]]:
+    """Orders to reverse the letters, through the target's chat template."""
+    talks = [[{"role": "user", "content": text}] for text in orders(num, seed=0, held_out=held_out)]
+    how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+    return [target.tokenizer.apply_chat_template(talk, **how) for talk in talks]
 
 
 @pytest.mark.parametrize("head", ["eagle3", "medusa"])
-def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Path, str], tmp_path: Path) -> None:
-    folder, url = smollm2
-    rows = tmp_path / "rows.jsonl"
-    with rows.open("w") as file:
-        for text in orders(ROWS, seed=0, held_out=False):
-            talk = [{"role": "user", "content": text}, {"role": "assistant", "content": f"Here it is. {text[::-1]}"}]
-            file.write(json.dumps({"messages": talk}) + "\n")
-    config = config_of(folder, tmp_path, {"type": head, **SMALLER}, rows)
+def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Target, Path, str], tmp_path: Path) -> None:
+    target, rows, url = smollm2
+    config = config_of(Path(target.name), tmp_path, {"type": head, **SMALLER}, rows)
     short = ["data.max_length=512"]
     stored(config, tmp_path / "here", overrides=short)
     stored(config, tmp_path / "out", overrides=short, engine="vllm", server=url)
-    losses = []
+    losses, lengths, prompts = list[list[float]](), list[float](), prompts_of(target, HELD_OUT, held_out=True)
     for name in ("here", "out"):
         how = [
             *short,
@@ -310,9 +323,13 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Path, str]
             "train.device=cpu",
         ]
         how += [f"train.max_steps={STEPS}", "train.batch_size=4", "train.log_every=1", "train.learning_rate=1e-4"]
-        run = train(load_run(config, how)).parent
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        final = train(load_run(config, how))
+        lines = [json.loads(line) for line in (final.parent / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
-    worst = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    print(f"{head}: {len(losses[0])} steps, losses {losses[0][0]:.4f} to {losses[0][-1]:.4f}, {worst:.2g} apart")
+        decoded = generate(target, load_head(final, target), prompts, max_new_tokens=ANSWER, num_draft_tokens=3)
+        lengths.append(acceptance(decoded.rounds, num_draft_tokens=3).length or 0.0)
+    worst = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    figures = f"losses {losses[0][0]:.4f} to {losses[0][-1]:.4f}, at most {worst:.2g} of one apart"
+    print(f"{head}: {len(losses[0])} steps, {figures}; acceptance lengths {lengths[0]:.4f}, {lengths[1]:.4f}")
     assert len(losses[0]) == STEPS and worst < 1e-3
+    assert lengths[0] > 1.05 and lengths[1] == pytest.approx(lengths[0], rel=0.01)
