@@ -22,4 +22,4 @@ def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     yield found
     path = request.config.getoption("--llama-log", default=None)
     if path and found:
-        Path(str(path)).write_text(json.dumps(found, indent=2) + "\n")
+        Path(str(path)).write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")

@@ -187,8 +187,9 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(hybrid):
 
 
 @pytest.mark.slow
-def test_sampled_text_follows_the_targets_distribution(chi_square):
-    target = Target(make_hybrid("bamba", vocab_size=6, eos_token_id=None), name="bamba", fingerprint="")
+@pytest.mark.parametrize("kind", ["bamba", "qwen3_5_text", "lfm2"])
+def test_sampled_text_follows_the_targets_distribution(kind, chi_square):
+    target = Target(make_hybrid(kind, vocab_size=6, eos_token_id=None), name=kind, fingerprint="")
     assert chi_square(target, NgramDrafter(), num_rows=2000, temperature=1.0, top_p=0.9) < 1.5
 
 
