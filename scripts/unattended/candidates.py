@@ -14,6 +14,7 @@ from ...heads.export.write import engines_of
 from ...heads.families import served_families
 from ...heads.loading import TargetConfig, read_model_config
 from ...heads.registry import HEADS, head_class
+from ...train.config import Share
 
 BATCH_SIZE = 8  # rows of an optimizer step
 # the `train` section of all candidates, unless their files override it; the same as in `make bench-heads`
@@ -29,6 +30,8 @@ class CandidateFile:
     train: dict[str, Any] = field(default_factory=dict)  # overrides of TRAINING
     # whether the draft vocabulary is cut to the tokens that occur in the answers, in engines that draft from a cut one
     cuts_vocabulary: bool = False
+    # the share of drafts, behind accepted ones, that heads like it had accepted: which ones are trained first
+    usual_rate: Share = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Candidate:
     head: HeadConfig
     train: dict[str, Any]  # the `train` section of its run config
     cuts_vocabulary: bool
+    usual_rate: float
 
     def with_vocabulary(self, size: int | None) -> "Candidate":
         """A copy with a draft vocabulary of `size` tokens (None: all); the candidate itself if it does not cut it."""
@@ -68,7 +72,7 @@ def read_candidate(name: str, path: str) -> Candidate:
     """Reads a candidate from a config file. Raises BadInput on invalid keys or values."""
     raw = build(CandidateFile, read_config(path), where=path)
     config = build(head_class(raw.head["type"]).config_class, raw.head, where=f"{path}: head")
-    return Candidate(name, config, {**TRAINING, **raw.train}, raw.cuts_vocabulary)
+    return Candidate(name, config, {**TRAINING, **raw.train}, raw.cuts_vocabulary, raw.usual_rate)
 
 
 def check_engine(engine: str) -> None:

@@ -17,13 +17,13 @@ LATE = 1.5  # a candidate's training in a rung is stopped without a score after 
 
 
 def by_gain_per_cost(measured: Sequence[Measured]) -> list[str]:
-    """Ranks candidates by the time per token that they could save, divided by the square root of their training cost.
+    """Ranks candidates by the time per token that heads like them save, over the square root of their training cost.
 
     The square root is there because acceptance grows more slowly than the number of training steps.
 
     Returns the names, best first.
     """
-    ranked = sorted(measured, key=lambda candidate: -(1 - 1 / candidate.bound) / candidate.step_seconds**0.5)
+    ranked = sorted(measured, key=lambda candidate: -(1 - 1 / candidate.usual_speedup) / candidate.step_seconds**0.5)
     return [candidate.name for candidate in ranked]
 
 

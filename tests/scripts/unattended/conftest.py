@@ -43,6 +43,7 @@ def machine_is(monkeypatch):
                 costs=[RoundCost(1, steps), RoundCost(3, steps)],
                 bound=2.0,
                 bound_num_draft_tokens=3,
+                usual_speedup=2.0,
                 step_seconds=0.2,
                 out="" if steps < 2 else "dear",
             )

@@ -176,10 +176,21 @@ def test_the_better_half_goes_on_in_order_of_its_scores():
 
 def test_what_wins_more_for_its_cost_comes_first():
     measured = [
-        Measured(name, bound=bound, step_seconds=seconds)
-        for name, bound, seconds in (("dear", 2.0, 4.0), ("cheap", 1.8, 1.0), ("poor", 1.1, 1.0))
+        Measured(name, usual_speedup=speedup, step_seconds=seconds)
+        for name, speedup, seconds in (("dear", 2.0, 4.0), ("cheap", 1.8, 1.0), ("poor", 1.1, 1.0))
     ]
     assert by_gain_per_cost(measured) == ["cheap", "dear", "poor"]
+
+
+def test_without_time_for_all_the_one_that_usually_saves_most_is_trained():
+    costs = {"medusa": 1.2, "eagle": 1.5, "eagle3": 1.5, "block": 1.3, "hydra": 1.4, "mtp": 1.4, "draft_lm": 3.3}
+    measured = [
+        Measured(c.name, usual_speedup=predict_length([c.usual_rate], rounds)[1], step_seconds=10.0)
+        for c in find_candidates()
+        for rounds in [[RoundCost(1, costs[c.head.type] ** 0.3), RoundCost(4, costs[c.head.type])]]
+    ]
+    ranked, paces = by_gain_per_cost(measured), {name: Pace(10.0, 90.0) for name in costs}
+    assert starting_candidates(ranked, paces, 340.0) == ["eagle3"]
 
 
 def test_every_family_of_the_registry_is_a_candidate():
