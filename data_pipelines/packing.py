@@ -32,6 +32,11 @@ class RowSequence:
         self._window: tuple[int, list[Row]] | None = None  # the rows of the window that was used last, and its number
         self._ends: list[int] = []  # packed: for each window so far, the number of rows up to its end
 
+    @property
+    def longest(self) -> int:
+        """Tokens that no row exceeds."""
+        return self.capacity if self.layout == "packed" else int(self.lengths.max())
+
     def __getitem__(self, row: int) -> Row:
         """The samples of this row."""
         if self.layout == "padded":

@@ -73,6 +73,24 @@ def actual_launch(accelerator: Accelerator) -> Launch:
     return Launch(backend, accelerator.num_processes)
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rows a process reads, and which part of their chains it learns (`train.context_parallel`)."""
+
+    num_groups: int  # of processes; each group has rows of its own
+    group: int
+    num_parts: int  # processes of a group
+    part: int
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, config: TrainConfig) -> "RankPlace":
+        """Raises BadInput if the processes do not make whole groups."""
+        num, size = accelerator.num_processes, config.context_parallel
+        if num % size:
+            raise BadInput(f"train.context_parallel {size}: {num} processes are no multiple of it")
+        return cls(num // size, accelerator.process_index // size, size, accelerator.process_index % size)
+
+
 def runs_on_cpu(config: TrainConfig) -> bool:
     """Whether the run, or the launch, asks for CPUs, or there are no GPUs."""
     return config.device == "cpu" or is_on(os.environ, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()

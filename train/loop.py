@@ -22,7 +22,7 @@ from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
 from .config import TrainConfig
-from .launch import product_dtype
+from .launch import RankPlace, product_dtype
 from .optim import learning_rate_share
 from .speed import Speed
 from .stopping import Stopping
@@ -44,6 +44,7 @@ class Loop:
         backend: Backend,
         target: Target,
         *,
+        place: RankPlace,
         stopping: Stopping,
         watchdog: Watchdog,
         deadline: float = math.inf,
@@ -51,7 +52,7 @@ class Loop:
     ):
         """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`.
         may_lack_batches: whether batches may not come to one process alone, as those of a server."""
-        self.config, self.backend, self.target = config, backend, target
+        self.config, self.backend, self.target, self.place = config, backend, target, place
         self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
         self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
         self.speed = Speed(self.accelerator.device, product_dtype(config))
@@ -71,8 +72,7 @@ class Loop:
         started = time.perf_counter()
         taken = self._taken(batches)
         waited = time.perf_counter() - started
-        of_rows = self.accelerator.process_index // self.config.context_parallel
-        torch.manual_seed(step_seed(self.config.seed, step, of_rows))
+        torch.manual_seed(step_seed(self.config.seed, step, self.place.group))  # the same chains in all of a group
         share, scales = learning_rate_share(step, self.config), self.head.learning_rate_scales(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
@@ -80,12 +80,12 @@ class Loop:
         with self.speed.counted(num_positions):
             learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
         self.watchdog.at(f"step {step + 1}: its figures")
-        loss, num_readers = learned["loss"], self.accelerator.num_processes // self.config.context_parallel
+        loss, num_groups = learned["loss"], self.place.num_groups
         if not math.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")
         seconds = time.perf_counter() - started
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
-        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_readers=num_readers)
+        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_groups=num_groups)
         return {
             "step": step + 1,  # steps done
             **learned,
@@ -118,9 +118,8 @@ class Loop:
         """Forward, backward and update; returns the figures over all ranks."""
         at = self.watchdog.at
         at(f"step {step + 1}: the counts of all ranks")
-        num = self.config.context_parallel
-        part = self.accelerator.process_index % num
-        chains = [self.head.training_starts(batch.loss_mask).part(part, num) for batch in batches]
+        place = self.place
+        chains = [self.head.training_starts(batch.loss_mask).part(place.part, place.num_parts) for batch in batches]
         counts = [  # [2, K] each: of supervised chains, with and without their weights
             torch.stack([starts.counts(batch.weights), starts.counts()])
             for starts, batch in zip(chains, batches, strict=True)
@@ -187,6 +186,6 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The random seed of a rank in a step, so that a resumed run draws the same numbers."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
+def step_seed(seed: int, step: int, group: int) -> int:
+    """The random seed of a group of processes in a step, so that a resumed run draws the same numbers."""
+    return int(np.random.SeedSequence([seed, step, group]).generate_state(1, np.uint64)[0] >> 1)

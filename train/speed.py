@@ -50,11 +50,14 @@ class Speed:
             yield
         self.per_position = (counted.total - counted.repeated) / num_positions
 
-    def of_step(self, *, num_positions: int, seconds: float, waited: float, num_readers: int) -> StepSpeed:
-        """Args: num_positions: on this device. seconds: in all. waited: seconds of them waiting for data."""
+    def of_step(self, *, num_positions: int, seconds: float, waited: float, num_groups: int) -> StepSpeed:
+        """Args:
+        num_positions: on this device. seconds: in all. waited: seconds of them waiting for data.
+        num_groups: of processes that read rows of their own.
+        """
         per_second = (self.per_position or 0.0) * num_positions / seconds
         return StepSpeed(
-            tokens_per_second=round(num_positions * num_readers / seconds, 1),
+            tokens_per_second=round(num_positions * num_groups / seconds, 1),
             mfu=round(per_second / self.rate, 4),
             data_wait=round(waited / seconds, 4),
             peak_bytes=peak_bytes(self.device),

@@ -35,7 +35,7 @@ from .data import (
     with_draft_size,
     with_draft_vocabulary,
 )
-from .launch import actual_launch, product_dtype, start_accelerator
+from .launch import RankPlace, actual_launch, product_dtype, start_accelerator
 from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start, states_record
 from .target import load_target, open_server, served_validation
@@ -53,6 +53,7 @@ class Start:
     run: RunConfig  # the head's part resolved for the target
     target: Target
     accelerator: Accelerator
+    place: RankPlace
     data: TrainingData
     head: DraftHead
     optimizer: torch.optim.Optimizer
@@ -77,9 +78,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
     accelerator, asked = start_accelerator(run.train), run.train
-    if accelerator.num_processes % run.train.context_parallel:
-        num = accelerator.num_processes
-        raise BadInput(f"train.context_parallel {run.train.context_parallel}: {num} processes are no multiple of it")
+    place = RankPlace.of(accelerator, run.train)
     target = load_target(run, accelerator, console)
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
@@ -123,7 +122,9 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         head.begin_training(first_batches(run.train, data, head))
     optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
     first_step, best = progress.step, progress.best
-    return Start(resolved, target, accelerator, data, head, optimizer, checkpoint, first_step, best, record, owned)
+    return Start(
+        resolved, target, accelerator, place, data, head, optimizer, checkpoint, first_step, best, record, owned
+    )
 
 
 def fuse_where_asked(train: TrainConfig, device: torch.device, console: Console) -> None:
@@ -186,12 +187,11 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
 
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
     """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
-    target, lengths = head.target, data.samples.lengths
-    longest = data.config.max_length if data.config.layout == "packed" else int(lengths.max())
+    target, longest = head.target, data.plan(batch_size=1, seed=config.seed).sequence.longest
     num_rows = min(ROWS_AT_ONCE, max(1, TOKENS_AT_ONCE // longest))
     plan = data.plan(batch_size=num_rows, seed=config.seed)
     read = partial(target.read_texts, feature_layers=head.feature_layers)
-    for number in range(max(1, len(lengths) // num_rows)):
+    for number in range(max(1, len(data.samples) // num_rows)):
         yield data.batch(plan.rows(number)).to(target.device).filled(read)
 
 

@@ -57,9 +57,9 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     backend = set_up(run, start, folder)
     accelerator = start.accelerator
     say = console.print if accelerator.is_main_process else lambda *_: None
-    config, rank, num_ranks = run.train, accelerator.process_index, accelerator.num_processes
-    how = {"num_ranks": num_ranks // config.context_parallel, "rank": rank // config.context_parallel}
-    plan = start.data.plan(batch_size=config.batch_size, seed=config.seed, **how)
+    config, place, rank, num_ranks = run.train, start.place, accelerator.process_index, accelerator.num_processes
+    rows = {"batch_size": config.batch_size, "num_ranks": place.num_groups, "rank": place.group}
+    plan = start.data.plan(**rows, seed=config.seed)
     say(
         f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
@@ -76,7 +76,7 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         if start.data.reader is not None:  # a signal ends the wait for a server that is away
             start.data.reader.server.is_gone = lambda: stopping.received.name if stopping.received else None
         when: dict[str, Any] = {"stopping": stopping, "watchdog": watchdog, "deadline": deadline}
-        loop = Loop(run.train, backend, start.target, **when, may_lack_batches=is_served)
+        loop = Loop(run.train, backend, start.target, place=place, **when, may_lack_batches=is_served)
         outcome = take_steps(start, loop, plan, tracker, folder, say)
         if is_served and outcome.num_steps > start.first_step:
             say(limit_of(loop.share_waited))
@@ -99,7 +99,7 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
 
 def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device: torch.device) -> str | None:
     """A line about a run whose longest batches are too large to keep their activations; None if they fit."""
-    longest = plan.sequence.capacity or int(plan.sequence.lengths.max())
+    longest = plan.sequence.longest
     with torch.random.fork_rng():  # a family may draw its chains
         starts = head.training_starts(torch.ones(plan.batch_size, longest, dtype=torch.bool))
     starts = starts.part(0, config.context_parallel)

@@ -47,7 +47,9 @@ class ChainStarts:
         """The chains of one of `num` processes that learn these between them.
 
         Of 2 * num runs of neighbouring chains it has one from the front and one from the back: later chains see more
-        keys, and neighbours share most of the positions that the target scores.
+        keys, and neighbours share most of the positions that the target scores. Every supervised depth is in one part.
+
+        Args: index: of the process, from 0.
         """
         if num == 1:
             return self

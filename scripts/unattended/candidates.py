@@ -30,8 +30,9 @@ class CandidateFile:
     train: dict[str, Any] = field(default_factory=dict)  # overrides of TRAINING
     # whether the draft vocabulary is cut to the tokens that occur in the answers, in engines that draft from a cut one
     cuts_vocabulary: bool = False
-    # the share of drafts, behind accepted ones, that heads like it had accepted: which ones are trained first
-    usual_rate: Share = 0.5
+    # the acceptance rate of each draft behind accepted ones that heads like it reached; the default where none is
+    # known. It decides which candidates are trained first
+    usual_acceptance: Share = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Candidate:
     head: HeadConfig
     train: dict[str, Any]  # the `train` section of its run config
     cuts_vocabulary: bool
-    usual_rate: float
+    usual_acceptance: float
 
     def with_vocabulary(self, size: int | None) -> "Candidate":
         """A copy with a draft vocabulary of `size` tokens (None: all); the candidate itself if it does not cut it."""
@@ -72,7 +73,7 @@ def read_candidate(name: str, path: str) -> Candidate:
     """Reads a candidate from a config file. Raises BadInput on invalid keys or values."""
     raw = build(CandidateFile, read_config(path), where=path)
     config = build(head_class(raw.head["type"]).config_class, raw.head, where=f"{path}: head")
-    return Candidate(name, config, {**TRAINING, **raw.train}, raw.cuts_vocabulary, raw.usual_rate)
+    return Candidate(name, config, {**TRAINING, **raw.train}, raw.cuts_vocabulary, raw.usual_acceptance)
 
 
 def check_engine(engine: str) -> None:

@@ -93,7 +93,7 @@ class Measured:
     costs: list[RoundCost] = field(default_factory=list)  # of rounds that draft 1 to K tokens
     bound: float = 0.0  # speedup if four in five drafts were accepted at every position
     bound_num_draft_tokens: int = 0  # the K of that speedup
-    usual_speedup: float = 1.0  # at the candidate's `usual_rate`
+    usual_speedup: float = 1.0  # at the candidate's `usual_acceptance`
     step_seconds: float = 0.0  # of an optimizer step
     token_seconds: float = 0.0  # of the target's forward in training, per token
     out: str = ""  # why the candidate is not trained; empty: it may be

@@ -183,7 +183,7 @@ def measure_candidate(
         costs=costs,
         bound=bound,
         bound_num_draft_tokens=num_draft_tokens,
-        usual_speedup=predict_length([candidate.usual_rate], costs)[1],
+        usual_speedup=predict_length([candidate.usual_acceptance], costs)[1],
         step_seconds=max(round(step, 4), 1e-4),
         token_seconds=token,
         out=f"even with most of its drafts accepted, the speedup would be {bound:.2f}" if bound < LEAST_GAIN else "",

@@ -127,7 +127,9 @@ def run_rung(run: AutoRun, names: list[str], candidates: Mapping[str, Candidate]
         run.write()
     speedups = {score.name: score.predicted_speedup for score in current.scores if not score.problem}
     late = [score.name for score in current.scores if score.problem == TIME_IS_UP]
-    current.kept = survivors(speedups) or (names if earlier else late)[:1]  # both best first: by scores, by bounds
+    current.kept = (
+        survivors(speedups) or (names if earlier else late)[:1]
+    )  # both best first: by scores, by gain per cost
     if not current.kept:
         raise BadInput(f"no candidate could be trained: {current.scores[0].name}: {current.scores[0].problem}")
     run.write()

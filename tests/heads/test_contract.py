@@ -79,6 +79,7 @@ def test_every_parameter_learns(head_type, target, make_batch):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
     assert all(p.grad is None for name, p in head.named_parameters() if name not in trained)
+    assert all(p.grad is None for p in target.model.parameters())
 
 
 def test_processes_that_share_rows_learn_what_one_would(head_type, target, make_batch):
@@ -98,7 +99,6 @@ def test_processes_that_share_rows_learn_what_one_would(head_type, target, make_
         (figures, gradients), (whole, expected) = learned([starts.part(i, num) for i in range(num)]), learned([starts])
         torch.testing.assert_close(figures, whole, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
-    assert all(p.grad is None for p in target.model.parameters())
 
 
 def test_no_supervised_token_still_gives_every_parameter_a_gradient(head_type, target, make_batch):

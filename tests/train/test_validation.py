@@ -141,7 +141,7 @@ def test_a_step_is_set_against_what_the_machine_can_do():
         torch.matmul(a, a)
     with speed.counted(4):
         pass
-    step = speed.of_step(num_positions=8, seconds=2.0, waited=0.5, num_readers=3)
+    step = speed.of_step(num_positions=8, seconds=2.0, waited=0.5, num_groups=3)
     assert step.tokens_per_second == 12 and step.data_wait == 0.25 and step.peak_bytes > 10_000_000
     assert math.isclose(step.mfu, 2 * 512**3 * 2 / 2.0 / speed.rate, abs_tol=1e-4)
 

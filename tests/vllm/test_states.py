@@ -301,7 +301,7 @@ def smollm2(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 def prompts_of(target: Target, num: int, *, held_out: bool) -> list[list[int]]:
-    """Orders to reverse the letters, through the target's chat template."""
+    """Orders of the quickstart in the target's chat template."""
     talks = [[{"role": "user", "content": text}] for text in orders(num, seed=0, held_out=held_out)]
     how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     return [target.tokenizer.apply_chat_template(talk, **how) for talk in talks]
@@ -329,7 +329,7 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Target, Pa
         decoded = generate(target, load_head(final, target), prompts, max_new_tokens=ANSWER, num_draft_tokens=3)
         lengths.append(acceptance(decoded.rounds, num_draft_tokens=3).length or 0.0)
     worst = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-    figures = f"losses {losses[0][0]:.4f} to {losses[0][-1]:.4f}, at most {worst:.2g} of one apart"
+    figures = f"losses {losses[0][0]:.4f} to {losses[0][-1]:.4f}, at most {worst:.2g} of the loss apart"
     print(f"{head}: {len(losses[0])} steps, {figures}; acceptance lengths {lengths[0]:.4f}, {lengths[1]:.4f}")
     assert len(losses[0]) == STEPS and worst < 1e-3
     assert lengths[0] > 1.05 and lengths[1] == pytest.approx(lengths[0], rel=0.01)
