@@ -4,8 +4,8 @@
 #
 #   bash benchmarks/gpu/rung.sh [--size toy|full] [--pack .gpu] [--work FOLDER] [--output FOLDER] RUNG ...
 #
-#   0  what the machine is; takes in the first half of the target
-#   1  exactness, and first figures: 8B shape with random weights, then SmolLM2
+#   0  what needs no target: the machine, the tests, 8B shape with random weights; takes in the first half of SmolLM2
+#   1  SmolLM2: exactness, and what look-ups and a head save
 #   2  a training step at 8B shape, and the backends in one process
 #   3  the whole product: answers, EAGLE-3, DSpark, evaluation
 #   4  context and load, the hybrid, and the plan beside what is measured
@@ -69,14 +69,12 @@ get_target() { # of both halves
 
 rung_0() {
     benchmark machine 90 gpu.machine
-}
-rung_1() {
-    get_target & # on the CPU, beside the tests
-    local getting=$!
     part tests 90 "$python" -m pytest -m gpu -n $workers -p no:cacheprovider --junitxml "$out/tests.xml" \
         $(grep --recursive --files-with-matches --include='*.py' 'mark\.gpu' tests)
-    benchmark engine 160 engine_bench single --size $shape
-    wait $getting || failed+=(target)
+    benchmark engine 200 engine_bench single --size $shape
+}
+rung_1() {
+    get_target || failed+=(target)
     benchmark decoding 110 gpu.decoding single --target "$target" --pack "$pack" --size $size
 }
 rung_2() {
