@@ -69,7 +69,9 @@ get_target() { # of both halves
 
 rung_0() {
     benchmark machine 90 gpu.machine
-    part tests 90 "$python" -m pytest -m gpu -n $workers -p no:cacheprovider --junitxml "$out/tests.xml" \
+    # compiling in each test process itself: inductor's pool of compilers would not end with it
+    TORCHINDUCTOR_COMPILE_THREADS=1 part tests 90 "$python" -m pytest -m gpu -n $workers --verbose \
+        -p no:cacheprovider -p no:benchmark --junitxml "$out/tests.xml" \
         $(grep --recursive --files-with-matches --include='*.py' 'mark\.gpu' tests)
     benchmark engine 200 engine_bench single --size $shape
 }

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3Config,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     RwkvConfig,
@@ -112,6 +114,25 @@ def test_logits_capped_in_fp32_are_known_too():
     model, ids = xLSTMForCausalLM(config).bfloat16().eval(), torch.tensor([[1, 7, 8, 3]])
     target = Target(model, name="capped", fingerprint="")
     assert target.caps_wide and torch.equal(target.logits(target.forward(ids).post_norm), model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_other_kernels_round_differently_are_the_models_own_in_16_bits_alone(dtype, monkeypatch):
+    """A GPU chooses kernels by shape, so the same product has other roundings here than in the model's forward."""
+    exact, noise = Target.output_values, torch.Generator().manual_seed(0)
+
+    def rounded(self, states):
+        values = exact(self, states)
+        return values * (1 + 2**-8 * torch.randn(values.shape, generator=noise)).to(values.dtype)
+
+    monkeypatch.setattr(Target, "output_values", rounded)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype)
+    if dtype == torch.bfloat16:
+        assert Target(model, name="llama", fingerprint="").logit_scale == 1
+        return
+    with pytest.raises(BadInput, match="^target llama: LlamaForCausalLM: its logits are computed in an unknown way$"):
+        Target(model, name="llama", fingerprint="")
 
 
 def test_states_that_leave_layers_are_known_from_those_that_enter_them(monkeypatch):
