@@ -1,8 +1,9 @@
-"""Continuous batching: when a row ends, the next prompt is read by itself and takes its place in the batch."""
+"""Continuous batching: where rows have ended, the next prompts are read and take their places in the batch."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from .loop import Texts, prefill, run_round
 from .replay import Stopwatch, default_steps
 from .stopping import Stop
 
+JOINING = 8  # on a GPU one in so many rows is idle before prompts are read, together: reading waits for launches there
+LAUNCHED_WORK = 3 * 10**12  # weights times tokens; prompts with more take a GPU longer to compute than to launch
 COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for each shape are estimated not to pay
 
 
@@ -62,26 +65,24 @@ class _Pass:
     ):
         self.longest, self.max_new_tokens = longest, max_new_tokens
         self.stop, self.watch = stop, Stopwatch(target.device)
-        max_length = longest + max_new_tokens
-        self.reader = Engine(target, drafter, batch_size=1, max_length=max_length)
-        steps = default_steps(target.device)
+        max_length, steps = longest + max_new_tokens, default_steps(target.device)
+        num_joining = most_joining(target.device, batch_size)
+        self.reader = Engine(target, drafter, batch_size=num_joining, max_length=max_length, steps=steps)
+        if drafter is None and not target.has_states:
+            self.reader.recorded_prompts = LAUNCHED_WORK // sum(weight.numel() for weight in target.model.parameters())
         self.engine = Engine(target, drafter, batch_size=batch_size, max_length=max_length, steps=steps)
         self.texts = Texts([[] for _ in range(batch_size)], max_new_tokens, self.stop)
         self.texts.ended = [True] * batch_size
         zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
         self.state = DecodeState(None, zeros[:, None].clone(), zeros)
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
-        self.last_read: list[int] = []  # the prompt whose keys and values the reader holds
+        self.last_read: list[list[int]] = []  # the prompts whose keys and values the reader holds
 
     def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
         self.engine.compiles_layers &= most_rounds >= COMPILED_FROM
         while True:
-            for row in range(len(self.keys)):
-                while self.keys[row] is None and (asked := self._next(waiting)) is not None:
-                    self._join(row, asked)
-                    if self.texts.ended[row]:  # at its first token
-                        yield self._leave(row)
+            yield from self._fill_idle(waiting)
             if all(key is None for key in self.keys):
                 return
             _, self.state = run_round(self.engine, self.texts, self.state, self.watch)
@@ -89,35 +90,54 @@ class _Pass:
                 if key is not None and self.texts.ended[row]:
                     yield self._leave(row)
 
-    def _next(self, waiting: deque[WaitingPrompt]) -> WaitingPrompt | None:
-        for asked in waiting:
-            if len(asked.prompt) <= self.longest:
+    def _fill_idle(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
+        """Let waiting prompts take idle rows, as many together as the reader reads; yields answers of one token."""
+        while idle := [row for row, key in enumerate(self.keys) if key is None]:
+            fitting = (asked for asked in waiting if len(asked.prompt) <= self.longest)
+            joining = list(islice(fitting, min(len(idle), self.reader.batch_size)))
+            is_last = len(joining) == len(waiting) or len(idle) == len(self.keys)
+            if not joining or (len(joining) < self.reader.batch_size and not is_last):
+                return
+            for asked in joining:
                 waiting.remove(asked)
-                return asked
-        return None
+            rows = idle[: len(joining)]
+            self._join(rows, joining)
+            yield from (self._leave(row) for row in rows if self.texts.ended[row])
 
-    def _join(self, row: int, asked: WaitingPrompt) -> None:
-        """Read a prompt by itself, and copy its keys, values, first token and the drafter's state into a row."""
-        alone = Texts([asked.prompt], self.max_new_tokens, self.stop)
-        # what it shares with the prompt before it, as chat templates begin alike, lies in the reader's cache; the
-        # drafter reads whole prompts, and of recurrent layers only the state behind all of that prompt is kept
-        reads_all = self.engine.drafter is not None or self.engine.target.has_states
-        before, rotary = self.last_read, self.engine.target.row_rotary
-        reads_all |= rotary is not None and (len(before) > rotary.change) != (len(asked.prompt) > rotary.change)
-        num_kept = 0 if reads_all else min(num_shared(before, asked.prompt), len(asked.prompt) - 1)
-        read, self.last_read = prefill(self.reader, alone, self.watch, num_kept=num_kept).state, asked.prompt
+    def _join(self, rows: list[int], joining: list[WaitingPrompt]) -> None:
+        """Read prompts by themselves, and copy their keys, values, first tokens and the drafter's state into rows."""
+        prompts = [asked.prompt for asked in joining]
+        prompts += prompts[:1] * (self.reader.batch_size - len(prompts))
+        apart = Texts(prompts, self.max_new_tokens, self.stop)
+        read = prefill(self.reader, apart, self.watch, num_kept=self._num_known(prompts)).state
+        self.last_read = prompts
         if not self.engine.cache.is_filled:
             self._fill()
-        self.engine.cache.take_row(row, self.reader.cache, 0)
-        if read.read is not None:
-            take_row(self.engine.state, row, self.reader.state, 0)
-            before = read.read if self.state.read is None else self.state.read
-            rows = [(before, 0 if before is read.read else i) for i in range(len(self.keys))]
-            rows[row] = read.read, 0
-            self.state = replace(self.state, read=stacked(rows, num_rows=len(rows)))
-        self.state.last[row], self.state.start[row] = read.last[0], read.start[0]
-        self.texts.prompts[row], self.texts.new[row] = asked.prompt, alone.new[0]
-        self.texts.ended[row], self.keys[row] = alone.ended[0], asked.key
+        for source_row, (row, asked) in enumerate(zip(rows, joining, strict=True)):
+            self.engine.cache.take_row(row, self.reader.cache, source_row)
+            if read.read is not None:
+                take_row(self.engine.state, row, self.reader.state, source_row)
+                before = read.read if self.state.read is None else self.state.read
+                readings = [(before, 0 if before is read.read else i) for i in range(len(self.keys))]
+                readings[row] = read.read, source_row
+                self.state = replace(self.state, read=stacked(readings, num_rows=len(readings)))
+            self.texts.prompts[row], self.texts.new[row] = asked.prompt, apart.new[source_row]
+            self.texts.ended[row], self.keys[row] = apart.ended[source_row], asked.key
+        self.state.last[rows], self.state.start[rows] = read.last[: len(rows)], read.start[: len(rows)]
+
+    def _num_known(self, prompts: list[list[int]]) -> int:
+        """Tokens with which all begin that lie in the reader's cache already, as chat templates begin alike.
+
+        None where all of a prompt is read anew: the drafter reads whole prompts, and of recurrent layers only the state
+        behind all of a prompt is kept.
+        """
+        target, alike = self.engine.target, [*self.last_read, *prompts]
+        if not self.last_read or self.engine.drafter is not None or target.has_states:
+            return 0
+        rotary = target.row_rotary
+        if rotary is not None and len({len(prompt) > rotary.change for prompt in alike}) > 1:
+            return 0
+        return min(min(num_shared(alike[0], prompt) for prompt in alike), min(map(len, prompts)) - 1)
 
     def _fill(self) -> None:
         """Run one round on dummy rows, as the caches are allocated by a batch's first forwards."""
@@ -133,6 +153,11 @@ class _Pass:
         self.keys[row], self.texts.prompts[row], self.texts.new[row] = None, [], []
         self.state.start[row] = 0  # an idle row reads few slots
         return key, tokens
+
+
+def most_joining(device: torch.device, num_rows: int) -> int:
+    """Prompts that are read together."""
+    return max(1, num_rows // JOINING) if device.type == "cuda" else 1
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -105,6 +105,8 @@ class Engine:
         self.compiles_layers = steps == "graph"  # its shapes repeat
         self.drafts_on_host = drafter is not None and drafter.on_host
         self.state = drafter.begin(batch_size=batch_size, max_length=self.num_slots) if drafter else None
+        self.recorded_prompts = 0  # tokens, padding included, up to which the reading of prompts is recorded
+        self.num_kept = 0  # tokens before those
         # a single query that sees the whole cache needs no mask; growing shapes cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # number of slots that this round's attention reads
@@ -118,13 +120,23 @@ class Engine:
         """States of right-padded prompts [B, T] behind `num_kept` tokens in the cache; their first tokens [B, 1]."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
-        output = read_prompts(self.target, tokens, num_valid, self.cache, num_kept=num_kept, feature_layers=self.layers)
-        self.extent = tokens.shape[1]
+        run = self._read_prompts
+        if tokens.numel() <= self.recorded_prompts:  # in steps, so that few shapes occur
+            num_kept -= num_kept % EXTENT_STEP
+            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % EXTENT_STEP))
+            run = partial(self.replay, ("prompts", tokens.shape[1], num_kept), run)
+        self.num_kept, self.extent = num_kept, tokens.shape[1]
+        output = TargetOutput(*cast(list[Tensor], run(tokens, num_valid)))
         if self.history is not None:
             self.history.committed.zero_()
             self.history.add(tokens, num_valid)
         history = None if self.history is None else self.history.committed[:, None]
         return output, self._chosen(output.at(num_valid - 1 - num_kept), history)
+
+    def _read_prompts(self, tokens: Tensor, num_valid: Tensor) -> Tensors:
+        how = {"num_kept": self.num_kept, "feature_layers": self.layers}
+        output = read_prompts(self.target, tokens, num_valid, self.cache, **how)
+        return output.features, output.post_norm
 
     @on_device
     def commit_prompts(self, read: Reading) -> Reading | None:

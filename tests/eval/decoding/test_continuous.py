@@ -24,8 +24,9 @@ def alone(target, prompt, **options):
     return generate(target, None, prompt, **options).token_ids[0]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_answers_are_those_of_generate(target, batch_size):
+@pytest.mark.parametrize(("batch_size", "num_joining"), [(1, 1), (3, 1), (16, 1), (3, 2), (16, 4)])
+def test_answers_are_those_of_generate(target, batch_size, num_joining, monkeypatch):
+    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
     waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
     answers = dict(answer_continuously(target, waiting, batch_size=batch_size, max_new_tokens=14))
     assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(PROMPTS)}
@@ -44,8 +45,12 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     assert kept == [0, 6, 7, 5, 0, 0]
 
 
-def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(head_type, tiny_target, monkeypatch):
+@pytest.mark.parametrize("num_joining", [1, 2])
+def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
+    head_type, num_joining, tiny_target, monkeypatch
+):
     """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
+    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
     head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
     source = torch.Generator().manual_seed(3)

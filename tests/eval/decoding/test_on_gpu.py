@@ -93,14 +93,17 @@ def test_captured_steps_follow_a_text_into_longer_contexts(on_gpu):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_cache_read_in_parts_is_read_whole(dtype):
+def test_a_long_cache_read_in_parts_is_as_exact_as_one_read_whole(dtype):
+    """Torch's own kernels in fp32 may multiply in fewer bits."""
     query, key, value = (torch.randn(1, 8, size, 128, device="cuda").to(dtype) for size in (24, 4096, 4096))
     hidden = torch.arange(4096, device="cuda") > 3000 + torch.arange(24, device="cuda")[:, None]
     mask = torch.zeros(1, 1, 24, 4096, device="cuda").masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
     assert reads_in_parts(query, key)
     exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)), attn_mask=mask.double())
-    error = (masked_attention(query, key, value, mask) - exact).norm() / exact.norm()
-    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    whole = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    parts = masked_attention(query, key, value, mask)
+    errors = [((mixed - exact).norm() / exact.norm()).item() for mixed in (parts, whole)]
+    assert errors[0] < max(2 * errors[1], 1e-5) and errors[0] < 1e-2
 
 
 def test_captured_steps_decode_behind_a_long_prompt(tiny_target):

@@ -247,7 +247,15 @@ def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, m
 
 def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
     joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
-    assert len(captured) == 2
+    assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
+
+
+@pytest.mark.parametrize("num_joining", [1, 2, 3])
+def test_prompts_that_join_together_are_read_without_the_host(
+    family, num_joining, tiny_target, recorded_strictly, monkeypatch
+):
+    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
+    joining(tiny_target(family, vocab_size=64), None, monkeypatch)
 
 
 @pytest.mark.parametrize(
