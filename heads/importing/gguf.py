@@ -12,6 +12,7 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import cache_root, replacing_folder, restore_folder
 
 MAGIC = b"GGUF"
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}  # GGUF's name: transformers'
 FLOATS = {"F32": torch.float32, "F16": torch.float16}  # types that keep their precision; all others become bf16
 
 
@@ -52,6 +53,7 @@ def dequantise(path: Path, output: Path) -> None:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=precision(path), **whole)
         tokenizer: Any = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+        set_special_tokens(tokenizer, path)
     except ImportError as error:
         raise BadInput(f"target {path}: needs the package gguf (pip install gguf): {first_line(error)}") from error
     except Exception as error:  # transformers and gguf each raise several kinds
@@ -63,13 +65,27 @@ def dequantise(path: Path, output: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def precision(path: Path) -> torch.dtype:
-    """The lossless dtype of the type that most matrices of the file have, bf16 if that is quantised."""
+def set_special_tokens(tokenizer: Any, path: Path) -> None:
+    """Set those that the file names: transformers before 5.24 takes some files' first token for their end token."""
+    for key, name in SPECIAL_TOKENS.items():
+        field = read_gguf(path).get_field(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+        tokenizer.init_kwargs.pop(f"{name}_token_id", None)
+
+
+def read_gguf(path: Path) -> Any:
+    """The file's fields and tensors. Raises BadInput without the package that reads them."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise BadInput(f"target {path}: needs the package gguf (pip install gguf)") from error
-    kinds = [tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
+    return GGUFReader(path)
+
+
+def precision(path: Path) -> torch.dtype:
+    """The lossless dtype of the type that most matrices of the file have, bf16 if that is quantised."""
+    kinds = [tensor.tensor_type.name for tensor in read_gguf(path).tensors if len(tensor.shape) > 1]
     return FLOATS.get(max(set(kinds), key=kinds.count), torch.bfloat16) if kinds else torch.bfloat16
 
 

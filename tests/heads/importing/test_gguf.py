@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.heads.importing.gguf import gguf_folder
 from headstart.heads.loading import found_path
 from headstart.heads.target import Target
+from transformers import AutoTokenizer
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv": 2, "mlp": 96, "vocab": 260}
 
@@ -78,6 +80,22 @@ def test_a_gguf_file_loads_as_a_target_in_bf16(gguf_file, cache):
     true = stored["blk.1.ffn_down.weight"]
     values = torch.from_numpy(gguf.quants.dequantize(true.data, true.tensor_type)).to(torch.bfloat16)
     assert torch.equal(target.base.get_parameter("layers.1.mlp.down_proj.weight"), values)
+
+
+def test_special_tokens_are_those_that_the_file_names(gguf_file, cache, monkeypatch):
+    """Whatever transformers makes of them: 5.17 takes the first token for the end of a text."""
+    load = AutoTokenizer.from_pretrained
+
+    def mistaken(*given, **how):
+        tokenizer = load(*given, **how)
+        tokenizer.eos_token = tokenizer.bos_token
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", mistaken)
+    folder = gguf_folder(gguf_file)
+    monkeypatch.undo()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
 def test_it_is_dequantised_once(gguf_file, cache):
