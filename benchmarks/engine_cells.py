@@ -23,6 +23,7 @@ from ..heads.loading import release_memory
 from ..heads.registry import HEADS, build_head
 from ..heads.target import Target
 from . import store
+from .profiled import profiled
 
 NUM_DRAFT = 5
 MAIN = "eagle3"  # the family whose chain is timed at every batch size and context
@@ -121,6 +122,7 @@ class RoundsCell(store.BenchedCell):
     num_draft_tokens: int = 0  # at most, as far as the family drafts; 0: the baseline alone
     rates: tuple[float, ...] = ()  # of synthetic acceptance, with which texts are decoded; none: rounds are timed
     without: str = ""  # one of LEFT_OUT
+    is_profiled: bool = False  # by operator: a pass of NUM_ROUNDS baseline steps, and of rounds between two of these
 
 
 def single_cells(size: EngineSize, steps: str) -> list[RoundsCell]:
@@ -136,6 +138,7 @@ def single_cells(size: EngineSize, steps: str) -> list[RoundsCell]:
     cells += [replace(main, name=f"draft {MAIN}, whole vocabulary", draft_vocabulary=None)]
     cells += [replace(main, name=f"draft {family}", head=family, draft_vocabulary=None) for family in OTHERS]
     cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n > 16]
+    cells += [replace(cell, name=f"profile of {cell.name}", is_profiled=True) for cell in (base, replace(main, name=MAIN))]
     if steps != "eager":
         cells.append(replace(main, name=f"eager {MAIN}", steps="eager", num_passes=1))
     return cells
@@ -182,7 +185,7 @@ class EngineWorkbench:
         timer.max_length = cell.context + ROOM
         for _ in range(cell.num_passes):
             timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone
-        return timed_figures(timer)
+        return profiled(timer.run, self.target.device, top=16) if cell.is_profiled else timed_figures(timer)
 
     def decode(self, cell: RoundsCell) -> store.Figures:
         """Texts with drafts that are right at the cell's rates, and without. The head's time counts, not its drafts."""

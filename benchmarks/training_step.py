@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -34,6 +33,7 @@ from ..heads.nn.target_output import TargetOutput
 from ..heads.registry import head_class
 from ..heads.target import Target
 from ..train.speed import Operations, matmul_rate, synchronize
+from .profiled import profiled
 from .store import Figures
 
 KEPT_ELSEWHERE = 80 * 10**9 // kept.SHARE  # of a GPU of 80 GB
@@ -252,17 +252,6 @@ class TrainingStep:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - sum(tensor.nbytes for tensor in aside)
 
-    def profile(self, *, top: int = 10) -> Figures:
-        """One step by operator, those that take longest in themselves first: torch's own table.
-
-        num_kernels: what a GPU was given to run, copies and fills among them; null on a CPU.
-        """
-        is_cuda = self.device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]) as profiler:
-            self()
-            synchronize(self.device)
-        events = profiler.key_averages()
-        num_kernels = sum(event.count for event in events if event.device_type.name == "CUDA")
-        order = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
-        table = events.table(sort_by=order, row_limit=top, max_name_column_width=60)
-        return {"num_kernels": num_kernels if is_cuda else None, "table": table.splitlines()}
+    def profile(self) -> Figures:
+        """One step by operator."""
+        return profiled(self, self.device)

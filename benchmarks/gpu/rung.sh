@@ -126,7 +126,7 @@ rung_6() {
 }
 
 regenerate() { # what heads learn from
-    part regenerate 45 "${headstart[@]}" data regenerate data/regenerate_local.yaml "sources=$pack/text/prompts.jsonl" \
+    part regenerate 60 "${headstart[@]}" data regenerate data/regenerate_local.yaml "sources=$pack/text/prompts.jsonl" \
         "output=$work/answers" "target=$target" sampling.temperature=0 sampling.max_tokens=96 engine.batch_size=$rows
     head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl" || failed+=(answers)
     tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl" || failed+=(answers)
@@ -139,7 +139,7 @@ train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its m
         "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2 train.accumulation=1
     head=$run/final
     [ -d "$head" ] || head=$run/best # of the validation at the end of the time
-    part "export $1" 20 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
+    part "export $1" 45 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
     tar --create --file "$out/$1.tar" --directory "$run" served metrics.jsonl || failed+=("$1.tar")
 }
 evaluate() { # RUN ...

@@ -26,10 +26,11 @@ from headstart.eval.measurement import step_times
 
 CPU = torch.device("cpu")
 GOOD = {
-    "baseline_tokens_per_second": 190.0,
-    "share_of_copy_bandwidth": 0.6,
-    "verify_in_baseline_steps": 1.25,
+    "share_of_copy_bandwidth": 0.8,
+    "verify_8": 1.1,
+    "verify_16": 1.2,
     "round_overhead": 0.05,
+    "predicted_speedup": 2.3,
     "speedup_over_formula_error": 0.1,
 }
 
@@ -82,7 +83,8 @@ def test_a_toy_run_measures_every_cell(tmp_path, capsys):
     decoded = written["cells"][f"synthetic {MAIN}"]
     assert decoded["identical_texts"] == decoded["num_prompts"]
     assert decoded["acceptance_length"] > 2 and figures[MAIN]["speedup"] == decoded["speedup"]
-    assert set(written["holds"][MAIN]) == set(list(GOOD)[2:])
+    assert set(written["holds"][MAIN]) == set(list(GOOD)[3:])
+    assert written["cells"]["profile of baseline"]["table"]
     assert capsys.readouterr().out.count(" s)\n") == len(cells), "a line for each"
 
 
@@ -192,9 +194,10 @@ def test_predictions_follow_from_step_times():
 def test_a_bar_is_held_or_not():
     assert judge(GOOD, BARS) == dict.fromkeys(GOOD, True)
     for name, worse in (
-        ("share_of_copy_bandwidth", 0.59),
-        ("verify_in_baseline_steps", 1.26),
+        ("share_of_copy_bandwidth", 0.79),
+        ("verify_8", 1.11),
         ("round_overhead", 0.06),
+        ("predicted_speedup", 2.2),
     ):
         assert [key for key, holds in judge({**GOOD, name: worse}, BARS).items() if not holds] == [name]
     assert judge({"of": "eagle3", "speedup_over_formula_error": None}, BARS) == {"speedup_over_formula_error": False}
