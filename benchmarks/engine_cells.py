@@ -138,7 +138,9 @@ def single_cells(size: EngineSize, steps: str) -> list[RoundsCell]:
     cells += [replace(main, name=f"draft {MAIN}, whole vocabulary", draft_vocabulary=None)]
     cells += [replace(main, name=f"draft {family}", head=family, draft_vocabulary=None) for family in OTHERS]
     cells += [replace(base, name=f"verify {n}", num_draft_tokens=n - 1) for n in size.verified if n > 16]
-    cells += [replace(cell, name=f"profile of {cell.name}", is_profiled=True) for cell in (base, replace(main, name=MAIN))]
+    cells += [
+        replace(cell, name=f"profile of {cell.name}", is_profiled=True) for cell in (base, replace(main, name=MAIN))
+    ]
     if steps != "eager":
         cells.append(replace(main, name=f"eager {MAIN}", steps="eager", num_passes=1))
     return cells

@@ -194,13 +194,14 @@ class TimedCell:
 class TimedRounds:
     """An engine that has read prompts, and whose rounds can be timed repeatedly from that state.
 
-    Drafters on the host keep the texts of earlier rounds: call `read` before timing them again.
+    Drafters on the host keep the texts of earlier rounds: call `read` before timing them again. A target with recurrent
+    layers, whose states have moved on, reads the prompts again by itself.
     """
 
     def __init__(self, engine: Engine, rows: list[list[int]], setting: DraftSetting | None):
         """Args: rows: prompts of one length, one per row of the engine."""
         self.engine, self.rows, self.setting = engine, rows, setting
-        self.watch = Stopwatch(engine.target.device)
+        self.watch, self.is_timed = Stopwatch(engine.target.device), False
         self.read()
 
     def read(self) -> None:
@@ -211,6 +212,9 @@ class TimedRounds:
 
     def time(self, num_rounds: int) -> StepTime:
         """Medians over num_rounds rounds after a warm-up round; texts do not end."""
+        if self.is_timed and self.engine.target.has_states:
+            self.read()
+        self.is_timed = True
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
         for _ in range(num_rounds + 1):

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from .cache import cache_argument
 from .recurrences import calls_of, known_recurrence
-from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
+from .state_cache import CONV, RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
 
 RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
@@ -101,6 +101,13 @@ def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Call
         kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
         layer = cast(StateLayer, cache.layers[index])
         num_read, cache.touched = hidden_states.shape[1], set()
+        if cache.reads_round and recurrence is not None and recurrence.is_delta_rule:
+            with cache.noting_windows() if num_read > 1 else nullcontext(), recurrence.noting() as read:
+                mixed = whole(hidden_states, *args, **kwargs)
+            layer.note_tokens(read[0], layer.current[RECURRENT, 0], cache.width)
+            if num_read == 1:
+                layer.note((CONV, 0), layer.current[CONV, 0], 1, cache.width)
+            return mixed
         reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
         if cache.reads_round and num_read > 1 and reads_at_once:
             with cache.noting_windows(), nullcontext([]) if recurrence is None else recurrence.noting() as states:
@@ -158,4 +165,4 @@ def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
     """Keep the current states as those behind `num_read` tokens."""
     for key, state in layer.current.items():
         if key in cache.touched or not cache.touched:
-            layer.note(key, state, num_read, cache.width)
+            layer.note(key, state, num_read, cache.width if cache.reads_round else 0)

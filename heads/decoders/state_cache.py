@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from .cache import SlotCache, SlotLayer
+from .recurrences import DeltaTokens
 from .tree_nodes import is_readable
 
 Key = tuple[str, int]  # "conv" or "recurrent", and which of the layer's states of that kind
@@ -36,6 +37,8 @@ class StateLayer(LinearAttentionLayer):
     def __init__(self, num_states: int):
         LinearAttentionLayer.__init__(self, number_of_states=num_states)
         self.behind: dict[Key, Tensor] = {}  # [W + 1, B, ...] states behind 0..W tokens from the cache's origin on
+        # of a delta rule: what the tokens behind the origin add to its state; `behind` has the one there alone
+        self.delta_tokens: DeltaTokens | None = None
 
     @property
     def current(self) -> dict[Key, Tensor]:
@@ -45,11 +48,24 @@ class StateLayer(LinearAttentionLayer):
 
     def start(self, index: Tensor, is_empty: Tensor) -> None:
         """Make the states behind `index` [B] tokens the current ones and `behind[0]`; zeros where `is_empty` [B]."""
-        rows = torch.arange(len(index), device=index.device)
         for key, states in self.behind.items():
-            state = states[index, rows]
+            state = self.state_behind(key, index)
             states[0] = state.masked_fill_(is_empty.view(-1, *[1] * (state.ndim - 1)), 0)
             self.current[key].copy_(states[0])
+
+    def state_behind(self, key: Key, index: Tensor) -> Tensor:
+        """[B, ...] the state behind `index` [B] tokens from the cache's origin on."""
+        if key == (RECURRENT, 0) and self.delta_tokens is not None:
+            return self.delta_tokens.state_behind(index, self.behind[key][0])
+        return self.behind[key][index, torch.arange(len(index), device=index.device)]
+
+    def note_tokens(self, tokens: DeltaTokens, before: Tensor, width: int) -> None:
+        """Keep what a round's tokens, at most `width`, add to the state [B, N, Dk, Dv] of a delta rule before them."""
+        if (RECURRENT, 0) not in self.behind:
+            self.note((RECURRENT, 0), before, 0, 0)
+        if self.delta_tokens is None or self.delta_tokens.keys.shape[2] < width:
+            self.delta_tokens = tokens.with_room(width)
+        self.delta_tokens.take(tokens)
 
     def note(self, key: Key, state: Tensor, num_read: int, width: int) -> None:
         """Keep a state [B, ...], the one behind `num_read` tokens of at most `width`."""
@@ -183,10 +199,10 @@ class StateCache(SlotCache):
     @contextmanager
     def ahead(self, start: Tensor) -> Iterator[None]:
         """For drafting over this cache: forwards inside read on from behind `start` [B] tokens and keep no states."""
-        index, rows = (start - self.origin).clamp(0, self.width), torch.arange(len(start), device=start.device)
+        index = (start - self.origin).clamp(0, self.width)
         for layer in self.of_states:
-            for key, states in layer.behind.items():
-                layer.current[key].copy_(states[index, rows])
+            for key in layer.behind:
+                layer.current[key].copy_(layer.state_behind(key, index))
         self.is_ahead, self.reads_round = True, False
         try:
             yield

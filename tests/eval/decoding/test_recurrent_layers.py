@@ -9,12 +9,15 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
+from headstart.eval.decoding.draft_setting import DraftSetting
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
+from headstart.eval.drafters.synthetic import BlankDrafter
+from headstart.eval.measurement.step_times import TimedCell
 from headstart.heads.decoders.state_cache import StateLayer
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.registry import HEADS, build_head
@@ -154,6 +157,16 @@ def test_rows_join_and_leave_a_running_batch(drafter, hybrid):
     how = {"batch_size": 3, "max_new_tokens": NUM_NEW, "stop": Stop(frozenset())}
     answers = dict(answer_continuously(target, waiting, drafter=DRAFTERS[drafter](target), **how))
     assert answers == {str(i): text for i, text in enumerate(texts * 2)}
+
+
+@pytest.mark.fast_only(hybrid=FEW)
+def test_rounds_are_timed_in_several_passes(hybrid):
+    """Each from the prompts on: a state cannot go back to where an earlier pass began."""
+    target, _ = hybrid
+    cell = TimedCell(target, BlankDrafter(), [DraftSetting("K 3", 3)], batch_size=2, context=6, text=PROMPTS[1])
+    for _ in range(2):
+        cell.run()
+    assert len(cell.plain) == 4 and cell.rounds[0].verify_ms > 0
 
 
 @pytest.mark.fast_only(hybrid=FEW)
