@@ -165,6 +165,7 @@ class Chosen:
 
     name: str
     max_steps: int  # optimizer steps of the final training
+    extracts: bool = False  # whether the target's states are extracted before it
     score: Score | None = None  # of its last rung
 
 

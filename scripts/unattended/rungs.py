@@ -4,14 +4,16 @@ In successive halving (Jamieson and Talwalkar 2016), each rung has the same time
 rung, every candidate is trained once, for an equal share of the rung's time.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ...configs.errors import BadInput
 from .candidates import Candidate, find_candidates
 from .clock import HALVING
 from .journal import Chosen, Measured, Rung, Score, Trained
 from .session import AutoRun
-from .training import LEAST_STEPS, NUM_VALIDATIONS, TIME_IS_UP, Learner, Pace, head_in, steps_in
+from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, steps_in
 
 LATE = 1.5  # a candidate's training in a rung is stopped without a score after this multiple of its time
 
@@ -73,7 +75,7 @@ def choose(run: AutoRun) -> Chosen:
 
     Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
     """
-    journal, learner, candidates = run.journal, Learner(run), offered(run)
+    journal, learner = run.journal, Learner(run, offered(run))
     if journal.rungs:  # resumed
         names = list(journal.rungs[0].plan)
     else:
@@ -82,21 +84,20 @@ def choose(run: AutoRun) -> Chosen:
         names = starting_candidates(ranked, {name: learner.pace(name, []) for name in ranked}, halving_seconds)
         journal.rung_seconds = rung_seconds(halving_seconds, len(names))
     while len(names) > 1:
-        names = run_rung(run, names, candidates)
+        names = run_rung(run, names, learner)
     [name] = names
     scores = [score for rung in journal.rungs for score in rung.scores if score.name == name and not score.problem]
-    seconds, validating = run.left_until(journal.learning_until), (NUM_VALIDATIONS - 1) * learner.validation_seconds
-    steps = steps_in(seconds, learner.pace(name, journal.rungs), validating=validating)
-    return Chosen(name, max(steps, 0), scores[-1] if scores else None)
+    steps, extracts = learner.planned(name, journal.rungs, seconds=run.left_until(journal.learning_until))
+    return Chosen(name, max(steps, 0), extracts, scores[-1] if scores else None)
 
 
-def run_rung(run: AutoRun, names: list[str], candidates: Mapping[str, Candidate]) -> list[str]:
+def run_rung(run: AutoRun, names: list[str], learner: Learner) -> list[str]:
     """Trains and scores the candidates `names`; a rung of the journal with these candidates is resumed.
 
     Returns the names of the better half, best first; if there was no time to score any, the most promising one.
     Raises: BadInput if all fail in the first rung.
     """
-    journal, learner = run.journal, Learner(run)
+    journal, candidates = run.journal, learner.candidates
     current = next((rung for rung in journal.rungs if list(rung.plan) == names), None)
     if current is not None and current.kept:
         return current.kept
@@ -136,6 +137,18 @@ def run_rung(run: AutoRun, names: list[str], candidates: Mapping[str, Candidate]
     return current.kept
 
 
+def extract(run: AutoRun, learner: Learner) -> bool:
+    """Extracts the states of the final training's rows; whether that succeeded, as there may be no room for them."""
+    half = (run.clock.used + (run.journal.learning_until or 0)) / 2
+    what = "the target reads the rows once, and its states are kept for the training"
+    try:
+        record = run.step(what, learner.extraction(), name="extract", seconds=half - run.clock.used, until=half)
+    except BadInput as error:
+        run.say(f"  {error}: the rows are read in every step")
+        return False
+    return record.exit_code == 0
+
+
 def learn(run: AutoRun) -> Trained:
     """Trains the chosen candidate for the rest of the training time, with a decaying learning rate.
 
@@ -143,16 +156,21 @@ def learn(run: AutoRun) -> Trained:
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
-    journal, chosen, learner = run.journal, run.journal.chosen, Learner(run)
+    journal, chosen, learner = run.journal, run.journal.chosen, Learner(run, offered(run))
     assert chosen is not None
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
     head, score = earlier, chosen.score
     if chosen.max_steps >= LEAST_STEPS or not earlier:
-        steps, seconds = max(chosen.max_steps, LEAST_STEPS), run.left_until(journal.learning_until)
-        pace, candidate = learner.pace(chosen.name, journal.rungs), offered(run)[chosen.name]
-        arguments = learner.final_training(candidate, steps, earlier, seconds=seconds, pace=pace)
+        steps, pace = max(chosen.max_steps, LEAST_STEPS), learner.pace(chosen.name, journal.rungs)
+        training = partial(learner.final_training, learner.candidates[chosen.name], steps, earlier, pace=pace)
+        seconds = run.left_until(journal.learning_until)
+        arguments = training(seconds=seconds)  # writes the config
+        if chosen.extracts and extract(run, learner):
+            seconds = run.left_until(journal.learning_until)
+            arguments = [*training(seconds=seconds), f"data.features={learner.states}"]
         what = f"{chosen.name} is chosen, and trained for {steps} more steps"
         record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
+        shutil.rmtree(learner.states, ignore_errors=True)
         last = learner.score(chosen.name, run.folder / "training", record, steps_before=0)
         trained = head_in(run.folder / "training", "final", "best")
         if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):

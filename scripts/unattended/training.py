@@ -5,7 +5,7 @@ a rung ends with a validation: the head decodes answers to the validation prompt
 further.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...configs.jsonl import read_appended
+from ...configs.loader import build
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.targets.fit import row_share
+from ...train.config import TrainConfig
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED
@@ -38,6 +40,7 @@ NEVER = 1_000_000  # max_steps in rungs, never reached; learning rates are const
 DECODE_TOKENS = 64  # decoded per validation prompt
 NUM_VALIDATIONS = 6  # validations of the final training
 FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
+EXTRACTED = 1.2  # times as many steps that extracting the target's states must allow
 TIME_IS_UP = "its time ran out before it was scored"
 
 # headstart refit
@@ -104,6 +107,7 @@ class Learner:
     """Writes the run configs of candidates, builds the commands that train them, and scores the results."""
 
     run: AutoRun
+    candidates: Mapping[str, Candidate]  # by name
 
     @property
     def answers(self) -> AnswerCounts:
@@ -136,6 +140,32 @@ class Learner:
                 step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
                 steps_before, overhead = score.steps, continued
         return Pace(step, overhead)
+
+    def planned(self, name: str, rungs: Sequence[Rung], *, seconds: float) -> tuple[int, bool]:
+        """Steps of the final training in that many seconds, and whether the target's states are extracted before it.
+
+        Extracted, they are read once, however often the rows are; else in every step anew.
+        """
+        pace, validating = self.pace(name, rungs), (NUM_VALIDATIONS - 1) * self.validation_seconds
+        answers, measured = self.answers, self.measured(name)
+        num_rows = answers.written + answers.sampled
+        row_seconds = measured.token_seconds * answers.row_tokens / max(num_rows, 1)  # of the target's forward
+        config = build(TrainConfig, {**self.candidates[name].train, "output_dir": "", "max_steps": 1})
+        step = max(pace.step - config.batch_size * row_seconds, pace.step / 10)
+        extracting = self.run.machine.start_seconds + row_seconds * (num_rows + answers.given)
+        plain = steps_in(seconds, pace, validating=validating)
+        extracted = steps_in(seconds - extracting, Pace(step, pace.overhead), validating=validating)
+        extracts = extracted > EXTRACTED * max(plain, LEAST_STEPS)
+        return extracted if extracts else plain, extracts
+
+    def extraction(self) -> list[str]:
+        """Arguments of the `headstart data extract` of the final training's rows."""
+        return ["data", "extract", str(self.run.folder / "configs" / "chosen.yaml"), "--output", str(self.states)]
+
+    @property
+    def states(self) -> Path:
+        """The folder of extracted states."""
+        return self.run.folder / "states"
 
     def rung_training(self, candidate: Candidate, *, steps: int, seconds: float, pace: Pace) -> list[str]:
         """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.

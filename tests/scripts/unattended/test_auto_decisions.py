@@ -127,7 +127,8 @@ ANSWERS = AnswerCounts(
 
 def learner_of(machine, tmp_path, **answers):
     journal, settings = SimpleNamespace(answers=replace(ANSWERS, **answers)), SimpleNamespace(target="target", seed=0)
-    return Learner(run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path))
+    run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
+    return Learner(run, {candidate.name: candidate for candidate in find_candidates()})
 
 
 def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
@@ -151,6 +152,21 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
     few = learner_of(machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+
+
+def test_states_are_extracted_where_rows_are_read_often_and_the_target_takes_much_of_a_step(tmp_path):
+    """20 rows of 300 tokens, a batch of 8; a step of 10 seconds."""
+
+    def planned(seconds, token_seconds):
+        measured = Measured("medusa", step_seconds=10.0, token_seconds=token_seconds)
+        machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=0, candidates=[measured])
+        return learner_of(machine, tmp_path).planned("medusa", [], seconds=seconds)
+
+    plain, extracts = planned(1000, 0.0)
+    assert plain in (88, 89) and not extracts, "extracting would save nothing"
+    often, extracts = planned(1000, 6.0 / 2400)  # six of the ten seconds are the target's
+    assert extracts and often == pytest.approx(plain * 10 / 4, rel=0.05)
+    assert planned(40, 6.0 / 2400)[1] is False, "no row would be read twice"
 
 
 @pytest.mark.parametrize("minutes", [20, 120])
