@@ -21,6 +21,8 @@ from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
+from headstart.heads.target import Target
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -118,12 +120,26 @@ def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
     assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
 
 
-def test_rows_join_and_leave_captured_rounds(on_gpu):
-    head = head_for("eagle3", on_gpu)
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
-    answers = dict(answer_continuously(on_gpu, waiting, batch_size=2, max_new_tokens=40, drafter=head))
-    wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in PROMPTS]
+@pytest.mark.parametrize(("drafts", "batch_size"), [(True, 2), (True, 16), (False, 16)])
+def test_rows_join_and_leave_captured_rounds(drafts, batch_size, on_gpu):
+    """Of 16 rows two prompts are read together, and recorded where nothing drafts."""
+    head, prompts = head_for("eagle3", on_gpu) if drafts else None, [*PROMPTS, [1, *range(3, 60), *range(3, 40)]] * 5
+    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
+    answers = dict(answer_continuously(on_gpu, waiting, batch_size=batch_size, max_new_tokens=40, drafter=head))
+    wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in prompts]
     assert answers == {str(i): text for i, text in enumerate(wanted)}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_captured_rounds_of_recurrent_layers_decode_what_eager_ones_do(drafts):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 61, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+    sizes |= {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+    sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes)).eval()
+    target = Target(model, name="hybrid", fingerprint="").to("cuda")
+    both_ways(target, head_for("eagle3", target) if drafts else None, steps="graph")
 
 
 def test_a_captured_target_drafts_for_itself(on_gpu):
