@@ -57,9 +57,9 @@ class Answers:
         """The trie of all answers that are not left out."""
         trie = SuffixTrie(max_depth=MAX_DEPTH, max_nodes=MAX_NODES)
         for prompt, answer in self.looked_up:
-            contexts = [0]
+            node = 0
             for token in (*prompt[-LEAD_IN:], *answer):
-                contexts = trie.add(contexts, token)
+                node = trie.add(node, token)
         return trie
 
     @cached_property

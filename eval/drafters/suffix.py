@@ -9,8 +9,6 @@ from ...heads.drafting import DynamicTree, Tree
 from .host import RowText
 from .rates import LookupRates
 
-Contexts = list[int]  # nodes of a trie: the contexts that a text ends with, shortest first
-
 
 class Match(NamedTuple):
     """A token that followed a context of `length` tokens before. share: its count / (the context's count + 1); 0 for
@@ -24,56 +22,72 @@ class Match(NamedTuple):
 class SuffixTrie:
     """How often each token followed each context of up to max_depth tokens; node 0 is the empty context.
 
-    A text is at several nodes at once: the contexts that it ends with, shortest first. Once max_nodes are in use, no
-    node is added, and only existing ones are counted.
+    A text is at the node of the longest context that it ends with; the shorter ones are behind it by `shorter`, as in
+    the automaton of Aho and Corasick (1975). Once max_nodes are in use, no node is added, and only existing ones are
+    counted.
     """
 
     def __init__(self, *, max_depth: int, max_nodes: int):
         self.max_depth, self.max_nodes = max_depth, max_nodes
         self.child: dict[tuple[int, int], int] = {}  # (node, token) -> node
-        self.token, self.count, self.best = [-1], [0], [0]  # per node; best: the most frequent child, 0 for none
+        # per node; best: the most frequent child, 0 for none; shorter: the context without its first token
+        self.token, self.count, self.best, self.length, self.shorter = [-1], [0], [0], [0], [0]
 
     @property
     def is_full(self) -> bool:
         return len(self.token) >= self.max_nodes
 
-    def add(self, contexts: Contexts, token: int) -> Contexts:
-        """Count a token that follows these contexts; returns the contexts that the text then ends with."""
-        reached = [0]
-        for node in contexts:
+    def add(self, node: int, token: int) -> int:
+        """Count a token that follows a node's context and all shorter ones; returns the node of the text then."""
+        contexts = [node]
+        while node:
+            node = self.shorter[node]
+            contexts.append(node)
+        reached = 0
+        for node in reversed(contexts):
             child = self.child.get((node, token))
             if child is None:
                 if self.is_full:
-                    continue
+                    break  # nor is there one behind a longer context
                 child = self.child[node, token] = len(self.token)
                 self.token.append(token)
                 self.count.append(0)
                 self.best.append(0)
+                self.length.append(self.length[node] + 1)
+                self.shorter.append(reached)
             self.count[child] += 1
             if self.count[child] >= self.count[self.best[node]]:  # ties go to the latest
                 self.best[node] = child
-            reached.append(child)
-        return reached[: self.max_depth + 1]
+            reached = child
+        return self._within_depth(reached)
 
-    def guess(self, contexts: Contexts) -> Match:
+    def guess(self, node: int) -> Match:
         """The most frequent token after the longest context that has any; token 0 if none has."""
-        for length in range(len(contexts) - 1, -1, -1):
-            node = contexts[length]
-            if best := self.best[node]:
-                return Match(self.token[best], length, self.count[best] / (self.count[node] + 1) if node else 0.0)
-        return Match(0, 0, 0.0)
+        while node and not self.best[node]:
+            node = self.shorter[node]
+        best = self.best[node]
+        if not best:
+            return Match(0, 0, 0.0)
+        share = self.count[best] / (self.count[node] + 1) if node else 0.0
+        return Match(self.token[best], self.length[node], share)
 
-    def follow(self, contexts: Contexts, token: int) -> Contexts:
-        """The contexts after a further token, which is not counted."""
-        reached = (self.child.get((node, token)) for node in contexts)
-        return [0, *(node for node in reached if node is not None)][: self.max_depth + 1]
+    def follow(self, node: int, token: int) -> int:
+        """The node after a further token, which is not counted."""
+        child = self.child.get((node, token))
+        while child is None and node:
+            node = self.shorter[node]
+            child = self.child.get((node, token))
+        return self._within_depth(child or 0)
+
+    def _within_depth(self, node: int) -> int:
+        return self.shorter[node] if self.length[node] > self.max_depth else node
 
 
 class Place(NamedTuple):
     """Where a text ends in its own trie and in the trie of answers."""
 
-    own: Contexts
-    answers: Contexts
+    own: int  # nodes
+    answers: int
 
 
 Path = tuple[int, ...]  # the tokens of a tree's node and of those above it
@@ -96,7 +110,7 @@ class SuffixRow(RowText):
 
     def __init__(self, own: SuffixTrie, answers: SuffixTrie | None = None, *, rates: LookupRates):
         self.own, self.answers, self.rates = own, answers, rates
-        self.place = Place([0], [0])
+        self.place = Place(0, 0)
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
         """Append a prompt without counting hit rates: repetition within a prompt says little about the answer."""
