@@ -9,7 +9,7 @@
 #   2  a training step at 8B shape, and the backends in one process
 #   3  the whole product: answers, EAGLE-3, DSpark, evaluation
 #   4  context and load, the hybrid, and the plan beside what is measured
-#   5  EAGLE-3 for five minutes    6  headstart auto, unattended
+#   5  EAGLE-3 for four minutes    6  headstart auto, unattended
 #
 # Each part is a process of its own with a time limit; one that fails does not stop the others. Figures are written into
 # the output folder as they are measured ($OUT where that is set, else runs/gpu), and a table of them ends the run.
@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "$size" in
-    full) shape=8b; patience=1; workers=6; rows=256; held=64; tokens=2048; steps=1200; seconds=(150 100 300); budget=7m ;;
+    full) shape=8b; patience=1; workers=6; rows=256; held=64; tokens=2048; steps=1200; seconds=(90 60 240); budget=7m ;;
     toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; steps=6; seconds=(20 20 20); budget=3m ;;
     *) echo "rung.sh: --size $size: expected toy or full" >&2; exit 2 ;;
 esac
@@ -134,7 +134,7 @@ regenerate() { # what heads learn from
 train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
     local run=$work/$1 head
     rm -rf "$run"
-    part "train $1" $(($2 + 25)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
+    part "train $1" $(($2 + 50)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
         "data.train=$work/train.jsonl" "data.validation=$work/validation.jsonl" data.max_length=$tokens data.layout=packed \
         "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2 train.accumulation=1
     head=$run/final
