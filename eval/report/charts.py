@@ -40,16 +40,12 @@ def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mar
     most = max([most or 0.0, mark or 0.0, *ends]) or 1.0
     scale, top = (WIDTH - 120) / most, 14 if mark is not None else 0
     height = top + 34 * len(bars)
-    elements: list[Markup] = []
-    if mark is not None:
-        at = mark * scale
-        elements = [
-            element("line", css="mark", x1=at, x2=at, y1=12, y2=height),
-            text_at(at, 9, f"{mark:g}", css="small"),
-        ]
+    elements = [] if mark is None else [text_at(mark * scale, 9, f"{mark:g}", css="small")]
     for i, (bar, end) in enumerate(zip(bars, ends, strict=True)):
         y, x = top + 34 * i, 0.0
         elements.append(text_at(0, y + 12, shortened(bar.label)))
+        if mark is not None:  # beside the bar, not through its label
+            elements.append(element("line", css="mark", x1=mark * scale, x2=mark * scale, y1=y + 15, y2=y + 33))
         for colour, part in enumerate(bar.parts):
             width = max(part, 0.0) * scale
             elements.append(element("rect", css=f"c{colour % NUM_COLOURS}", x=x, y=y + 17, width=width, height=10))
