@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from .cache import cache_argument
 from .recurrences import calls_of, known_recurrence
-from .state_cache import CONV, RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
+from .state_cache import RECURRENT, PassedStates, StateCache, StateLayer, keeps_states
 
 RECURRENCES = {"update_recurrent_state", "set_linear_cache"}  # the second is MiniMax's
 
@@ -105,8 +105,8 @@ def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Call
             with cache.noting_windows() if num_read > 1 else nullcontext(), recurrence.noting() as read:
                 mixed = whole(hidden_states, *args, **kwargs)
             layer.note_tokens(read[0], layer.current[RECURRENT, 0], cache.width)
-            if num_read == 1:
-                layer.note((CONV, 0), layer.current[CONV, 0], 1, cache.width)
+            if num_read == 1:  # windows are noted where several tokens are read
+                keep_current(layer, cache, 1)
             return mixed
         reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
         if cache.reads_round and num_read > 1 and reads_at_once:
@@ -162,7 +162,8 @@ def with_passed_states(whole: Callable[..., Any], layer: StateLayer, hidden_stat
 
 
 def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
-    """Keep the current states as those behind `num_read` tokens."""
+    """Keep the current states as those behind `num_read` tokens; of a delta rule its tokens are kept instead."""
     for key, state in layer.current.items():
-        if key in cache.touched or not cache.touched:
+        is_known = num_read > 0 and key == (RECURRENT, 0) and layer.delta_tokens is not None
+        if (key in cache.touched or not cache.touched) and not is_known:
             layer.note(key, state, num_read, cache.width if cache.reads_round else 0)
