@@ -102,7 +102,7 @@ def test_halves_of_a_target_are_joined_packages_installed_and_a_part_that_fails_
     (pack / "wheels").mkdir(parents=True)
     for name, text in (("wheels/one.whl", ""), ("model.whl.aa", "first "), ("model.whl.ab", "second")):
         (pack / name).write_text(text)
-    done = bash("rung.sh", "--pack", pack, "--work", work, "--output", tmp_path / "out", "1", PYTHON=str(python))
+    done = bash("rung.sh", "--pack", pack, "--work", work, "--output", tmp_path / "out", "0", "1", PYTHON=str(python))
     assert (done.returncode, done.stderr) == (1, "failed: engine (exit code 3)\n")
     ran = log.read_text()
     assert f"--target {work}/site {pack}/wheels/one.whl\n" in ran
