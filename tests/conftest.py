@@ -34,6 +34,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -77,12 +78,24 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_neox": lambda **k: GPTNeoXConfig(**k),
     "qwen3_moe": lambda **k: Qwen3MoeConfig(**EXPERTS, **k),
 }
+RECURRENT: dict[str, Callable[..., Any]] = {  # not among the families that tests run through
+    "qwen3_5": lambda **k: Qwen3_5TextConfig(
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * (k["num_hidden_layers"] // 2),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        **k,
+    ),
+}
 
 
 def make_model(family: str, **changes: Any) -> PreTrainedModel:
     """A random model of a family whose greedy text does not collapse into one repeated token."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](**{**SIZES, **changes}))
+    model = AutoModelForCausalLM.from_config((FAMILIES | RECURRENT)[family](**{**SIZES, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

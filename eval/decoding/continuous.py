@@ -82,7 +82,7 @@ class _Pass:
         most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
         self.engine.compiles_layers &= most_rounds >= COMPILED_FROM
         while True:
-            yield from self._fill_idle(waiting)
+            yield from self._join_waiting(waiting)
             if all(key is None for key in self.keys):
                 return
             _, self.state = run_round(self.engine, self.texts, self.state, self.watch)
@@ -90,7 +90,7 @@ class _Pass:
                 if key is not None and self.texts.ended[row]:
                     yield self._leave(row)
 
-    def _fill_idle(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
+    def _join_waiting(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         """Let waiting prompts take idle rows, as many together as the reader reads; yields answers of one token."""
         while idle := [row for row, key in enumerate(self.keys) if key is None]:
             fitting = (asked for asked in waiting if len(asked.prompt) <= self.longest)
@@ -112,7 +112,7 @@ class _Pass:
         read = prefill(self.reader, apart, self.watch, num_kept=self._num_known(prompts)).state
         self.last_read = prompts
         if not self.engine.cache.is_filled:
-            self._fill()
+            self._allocate()
         for source_row, (row, asked) in enumerate(zip(rows, joining, strict=True)):
             self.engine.cache.take_row(row, self.reader.cache, source_row)
             if read.read is not None:
@@ -139,7 +139,7 @@ class _Pass:
             return 0
         return min(min(num_shared(alike[0], prompt) for prompt in alike), min(map(len, prompts)) - 1)
 
-    def _fill(self) -> None:
+    def _allocate(self) -> None:
         """Run one round on dummy rows, as the caches are allocated by a batch's first forwards."""
         if self.engine.drafter is None:
             run_round(self.engine, self.texts, self.state, self.watch)

@@ -201,7 +201,8 @@ class TimedRounds:
     def __init__(self, engine: Engine, rows: list[list[int]], setting: DraftSetting | None):
         """Args: rows: prompts of one length, one per row of the engine."""
         self.engine, self.rows, self.setting = engine, rows, setting
-        self.watch, self.is_timed = Stopwatch(engine.target.device), False
+        self.watch = Stopwatch(engine.target.device)
+        self.is_timed = False  # before: the rounds have moved the states on
         self.read()
 
     def read(self) -> None:

@@ -25,15 +25,11 @@ def calls_of(module: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class DeltaTokens:
-    """What the tokens of a round add to a delta rule's state, from which the state behind any of them follows.
+    """What the tokens of a round add to a delta rule's state, from which the state behind any of them follows; fp32."""
 
-    All fp32: keys [B, N, W, Dk]; values [B, N, W, Dv], what each token writes; decays [B, N, W, 1 or Dk], logarithms,
-    of all tokens up to each.
-    """
-
-    keys: Tensor
-    values: Tensor
-    decays: Tensor
+    keys: Tensor  # [B, N, W, Dk]
+    values: Tensor  # [B, N, W, Dv] what each token writes
+    decays: Tensor  # [B, N, W, 1 or Dk] logarithm of the decay over all tokens up to each, itself included
 
     def state_behind(self, index: Tensor, state: Tensor) -> Tensor:
         """[B, N, Dk, Dv] the state behind `index` [B] tokens, where `state` is the one before them; itself for 0."""
@@ -50,7 +46,7 @@ class DeltaTokens:
             own[:, :, : given.shape[2]] = given
 
     def with_room(self, width: int) -> "DeltaTokens":
-        """As many zeros, for rounds of up to `width` tokens."""
+        """Zeros of these shapes, for rounds of up to `width` tokens."""
         like = (self.keys, self.values, self.decays)
         return DeltaTokens(*(x.new_zeros(*x.shape[:2], width, x.shape[3]) for x in like))
 
@@ -70,11 +66,12 @@ def delta_rule(
     """A gated delta rule over a round: Qwen3-Next's, and Kimi's with a decay per channel.
 
     All tokens at once, as a chunk of the parallel form (Yang et al. 2024, Gated Delta Networks, section 3.3): the state
-    is read once, and what each token writes solves a triangular system. Appends the tokens to `read` and leaves the
-    state as it was.
+    is read once, and what each token writes solves a triangular system. The state is left as it was.
 
-    Args: query, key: [B, Q, Nk, Dk]. value: [B, Q, N, Dv]. g: [B, Q, N] or [B, Q, N, Dk], logarithms. beta: [B, Q, N].
-        initial_state: [B, N, Dk, Dv]; None: zeros.
+    Args: as transformers' functions take them, whose other arguments change nothing here.
+        read: gets the tokens appended. query, key: [B, Q, Nk, Dk]. value: [B, Q, N, Dv]. g: [B, Q, N] or
+        [B, Q, N, Dk], logarithms of decays. beta: [B, Q, N], how much each token writes. initial_state: [B, N, Dk, Dv];
+        None: zeros.
 
     Returns: [B, Q, N, Dv], and the state before the round.
     """
@@ -87,18 +84,19 @@ def delta_rule(
         q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
     state = v.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if initial_state is None else initial_state.float()
     decays = (decays if decays.ndim == 4 else decays[..., None]).cumsum(2)  # [B, N, Q, 1 or Dk]
-    num_read, decay = k.shape[2], decays.exp()
-    of_state = torch.cat([k * decay, q * decay], 2) @ state  # [B, N, 2 Q, Dv]
+    num_read, both = k.shape[2], torch.cat([k, q], 2)  # [B, N, 2 Q, Dk]
+    of_state = (both * decays.exp().repeat(1, 1, 2, 1)) @ state  # [B, N, 2 Q, Dv]
     later = torch.ones(num_read, num_read, dtype=torch.bool, device=k.device).triu(1)
     between = decays[:, :, :, None] - decays[:, :, None]  # [B, N, Q, Q, 1 or Dk], of a token since an earlier one
     between = between.masked_fill(later[..., None], -torch.inf).exp()
     if between.shape[-1] == 1:
-        seen = torch.cat([k, q], 2) @ k.transpose(2, 3) * between[..., 0].repeat(1, 1, 2, 1)
+        seen = both @ k.transpose(2, 3) * between[..., 0].repeat(1, 1, 2, 1)
     else:
-        seen = (torch.cat([k, q], 2)[:, :, :, None] * k[:, :, None] * between.repeat(1, 1, 2, 1, 1)).sum(-1)
+        seen = (both[:, :, :, None] * k[:, :, None] * between.repeat(1, 1, 2, 1, 1)).sum(-1)
     by_keys, by_queries = seen.split(num_read, 2)  # [B, N, Q, Q]
     gate = gate[..., None]
     wanted = gate * (v - of_state[:, :, :num_read])
+    # what is on the diagonal is taken for ones
     written = torch.linalg.solve_triangular(gate * by_keys, wanted, upper=False, unitriangular=True)
     read.append(DeltaTokens(k, written, decays))
     mixed = of_state[:, :, num_read:] + by_queries @ written

@@ -102,10 +102,11 @@ def reading_rounds(part: Any, index: int, stated: list[tuple[str, str]]) -> Call
         layer = cast(StateLayer, cache.layers[index])
         num_read, cache.touched = hidden_states.shape[1], set()
         if cache.reads_round and recurrence is not None and recurrence.is_delta_rule:
-            with cache.noting_windows() if num_read > 1 else nullcontext(), recurrence.noting() as read:
+            # of a single token transformers' code moves the windows of convolutions itself
+            with cache.noting_windows() if num_read > 1 else nullcontext(), recurrence.noting() as noted:
                 mixed = whole(hidden_states, *args, **kwargs)
-            layer.note_tokens(read[0], layer.current[RECURRENT, 0], cache.width)
-            if num_read == 1:  # windows are noted where several tokens are read
+            layer.note_tokens(noted[0], layer.current[RECURRENT, 0], cache.width)
+            if num_read == 1:
                 keep_current(layer, cache, 1)
             return mixed
         reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
@@ -164,6 +165,6 @@ def with_passed_states(whole: Callable[..., Any], layer: StateLayer, hidden_stat
 def keep_current(layer: StateLayer, cache: StateCache, num_read: int) -> None:
     """Keep the current states as those behind `num_read` tokens; of a delta rule its tokens are kept instead."""
     for key, state in layer.current.items():
-        is_known = num_read > 0 and key == (RECURRENT, 0) and layer.delta_tokens is not None
-        if (key in cache.touched or not cache.touched) and not is_known:
+        has_tokens = num_read > 0 and key == (RECURRENT, 0) and layer.delta_tokens is not None
+        if (key in cache.touched or not cache.touched) and not has_tokens:
             layer.note(key, state, num_read, cache.width if cache.reads_round else 0)

@@ -37,7 +37,7 @@ class StateLayer(LinearAttentionLayer):
     def __init__(self, num_states: int):
         LinearAttentionLayer.__init__(self, number_of_states=num_states)
         self.behind: dict[Key, Tensor] = {}  # [W + 1, B, ...] states behind 0..W tokens from the cache's origin on
-        # of a delta rule: what the tokens behind the origin add to its state; `behind` has the one there alone
+        # of a delta rule: what the tokens behind the origin add to its state, of which `behind` has only the first
         self.delta_tokens: DeltaTokens | None = None
 
     @property

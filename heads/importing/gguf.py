@@ -51,9 +51,10 @@ def dequantise(path: Path, output: Path) -> None:
     packed = hasattr(transformers, "GgufConfig")  # transformers that would otherwise keep the weights packed
     whole: dict[str, Any] = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=precision(path), **whole)
+        file = read_gguf(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=precision(file), **whole)
         tokenizer: Any = AutoTokenizer.from_pretrained(parent, gguf_file=name)
-        set_special_tokens(tokenizer, path)
+        set_special_tokens(tokenizer, file)
     except ImportError as error:
         raise BadInput(f"target {path}: needs the package gguf (pip install gguf): {first_line(error)}") from error
     except Exception as error:  # transformers and gguf each raise several kinds
@@ -65,10 +66,10 @@ def dequantise(path: Path, output: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def set_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set those that the file names: transformers before 5.24 takes some files' first token for their end token."""
+def set_special_tokens(tokenizer: Any, file: Any) -> None:
+    """Set those that the file of `read_gguf` names: transformers 5.17 takes some files' start token for their end."""
     for key, name in SPECIAL_TOKENS.items():
-        field = read_gguf(path).get_field(f"tokenizer.ggml.{key}_token_id")
+        field = file.get_field(f"tokenizer.ggml.{key}_token_id")
         if field is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
         tokenizer.init_kwargs.pop(f"{name}_token_id", None)
@@ -83,9 +84,9 @@ def read_gguf(path: Path) -> Any:
     return GGUFReader(path)
 
 
-def precision(path: Path) -> torch.dtype:
+def precision(file: Any) -> torch.dtype:
     """The lossless dtype of the type that most matrices of the file have, bf16 if that is quantised."""
-    kinds = [tensor.tensor_type.name for tensor in read_gguf(path).tensors if len(tensor.shape) > 1]
+    kinds = [tensor.tensor_type.name for tensor in file.tensors if len(tensor.shape) > 1]
     return FLOATS.get(max(set(kinds), key=kinds.count), torch.bfloat16) if kinds else torch.bfloat16
 
 

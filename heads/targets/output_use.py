@@ -20,16 +20,16 @@ def check_logits(target: Any, post_norm: Tensor, logits: Tensor) -> None:
     if logits.shape[-1] != target.vocab_size:
         raise BadInput(f"{where}: it has logits of {logits.shape[-1]} tokens, its output layer of {target.vocab_size}")
     target.logit_scale = found_scale(target, post_norm, logits)
-    target.caps_wide = bool(target.logit_cap) and caps_wide(target, post_norm, logits)
+    target.caps_wide = bool(target.logit_cap) and is_capped_wide(target, post_norm, logits)
     if not is_close(logits.to(target.dtype), target.logits(post_norm)):  # as exact as the weights that made them
         raise BadInput(f"{where}: its logits are computed in an unknown way")
 
 
-def caps_wide(target: Any, post_norm: Tensor, logits: Tensor) -> bool:
-    """Whether logits capped in fp32 are nearer to the model's than those capped in the target's own dtype."""
+def is_capped_wide(target: Any, post_norm: Tensor, logits: Tensor) -> bool:
+    """Whether the model's logits [1, T, V] of states [1, T, D] are nearer to ours capped in fp32 than in its dtype."""
     values = target.output_values(post_norm)
-    errors = [(logits - target.as_logits(each).float()).norm() for each in (values, values.float())]
-    return bool(errors[1] < errors[0])
+    narrow, wide = ((logits - target.as_logits(x).float()).norm() for x in (values, values.float()))
+    return bool(wide < narrow)
 
 
 @contextmanager

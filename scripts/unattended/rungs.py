@@ -138,11 +138,14 @@ def run_rung(run: AutoRun, names: list[str], learner: Learner) -> list[str]:
 
 
 def extract(run: AutoRun, learner: Learner) -> bool:
-    """Extracts the states of the final training's rows; whether that succeeded, as there may be no room for them."""
-    half = (run.clock.used + (run.journal.learning_until or 0)) / 2
+    """Extracts the target's states on the final training's rows, in at most half of the time left for learning.
+
+    Returns whether it succeeded: there may be no room for them, or they take too long.
+    """
+    half = run.left_until(run.journal.learning_until) / 2
     what = "the target reads the rows once, and its states are kept for the training"
     try:
-        record = run.step(what, learner.extraction(), name="extract", seconds=half - run.clock.used, until=half)
+        record = run.step(what, learner.extraction(), name="extract", seconds=half, until=run.clock.used + half)
     except BadInput as error:
         run.say(f"  {error}: the rows are read in every step")
         return False

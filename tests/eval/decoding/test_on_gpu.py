@@ -21,8 +21,6 @@ from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target
-from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -131,14 +129,8 @@ def test_rows_join_and_leave_captured_rounds(drafts, batch_size, on_gpu):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_captured_rounds_of_recurrent_layers_decode_what_eager_ones_do(drafts):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    sizes |= {"vocab_size": 61, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-    sizes |= {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
-    sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes)).eval()
-    target = Target(model, name="hybrid", fingerprint="").to("cuda")
+def test_captured_rounds_of_recurrent_layers_decode_what_eager_ones_do(drafts, tiny_target):
+    target = tiny_target("qwen3_5").to("cuda")
     both_ways(target, head_for("eagle3", target) if drafts else None, steps="graph")
 
 

@@ -25,9 +25,7 @@ from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.joined_decoder import JoinedDecoder
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
 from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 TREES = {
@@ -112,14 +110,8 @@ def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_nor_does_a_delta_rule(drafts, recorded_strictly):
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 61}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-    sizes |= {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
-    sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes)).eval()
-    target = Target(model, name="hybrid", fingerprint="")
+def test_nor_does_a_delta_rule(drafts, tiny_target, recorded_strictly):
+    target = tiny_target("qwen3_5")
     both_ways(target, head_for("eagle3", target) if drafts else None, None)
 
 
