@@ -165,7 +165,8 @@ def evaluate(run: AutoRun) -> str:
 def plan_sizes(run: AutoRun) -> SizePlan:
     """Plans the chosen head by batch size; a failure is noted, not raised.
 
-    The plan gets what earlier stages left of the budget, at least the time that was kept for it.
+    The plan gets what earlier stages left of the budget, at least the time that was kept for it. It is stopped at the
+    end of the budget: on a machine that other work shares, it can take longer than it was told.
     """
     settings, output = run.settings, run.folder / "plan"
     reserved = sizes_seconds(run)
@@ -178,9 +179,10 @@ def plan_sizes(run: AutoRun) -> SizePlan:
         *("--output", str(output), "--overwrite"),
     ]
     try:
-        record = run.step("K and trees by batch size", arguments, name="plan", seconds=seconds)
+        what = "K and trees by batch size"
+        record = run.step(what, arguments, name="plan", seconds=seconds, until=settings.budget)
         if record.exit_code:
-            raise BadInput(last_line(Path(record.log)))
+            raise BadInput("its time ran out" if record.stopped else last_line(Path(record.log)))
     except BadInput as error:
         run.say(f"no plan by batch size: {error}")
         return SizePlan(reserved, problem=str(error))

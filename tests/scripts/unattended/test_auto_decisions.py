@@ -14,7 +14,7 @@ from headstart.scripts.unattended import candidates
 from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
 from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
-from headstart.scripts.unattended.evaluation import end_of_learning, planning_seconds, prompts_within
+from headstart.scripts.unattended.evaluation import end_of_learning, plan_sizes, planning_seconds, prompts_within
 from headstart.scripts.unattended.held_out import split_prompts
 from headstart.scripts.unattended.journal import AnswerCounts, Machine, Measured, RoundCost, Rung, Score, Split
 from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict_length
@@ -25,6 +25,7 @@ from headstart.scripts.unattended.rungs import (
     starting_candidates,
     survivors,
 )
+from headstart.scripts.unattended.steps import StepRecord
 from headstart.scripts.unattended.training import FITTING, LEAST_STEPS, Learner, Pace, steps_in
 from headstart.train.config import load_run
 from safetensors.torch import save_file
@@ -309,3 +310,22 @@ def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than
     journal, clock = SimpleNamespace(split=Split(32, 1000, 0, 100), answers_until=300.0), SimpleNamespace(left=1000.0)
     run = run_of(machine=machine, journal=journal, clock=clock, left_until=lambda second: second - used)
     assert asks_again(run, number) == again
+
+
+def test_a_plan_that_takes_longer_than_it_was_told_is_stopped_at_the_end_of_the_budget(tmp_path):
+    """As on a machine that other work shares: `headstart auto` ends within its budget all the same."""
+    limits = []
+
+    def step(what, arguments, *, name, seconds, until=None):
+        limits.append(until)
+        return StepRecord(name, "headstart plan", "plan.log", seconds, exit_code=-15, stopped=True)
+
+    run = run_of(
+        settings=SimpleNamespace(budget=3600.0, engine="headstart", target="T", max_new_tokens=128),
+        machine=SimpleNamespace(dtype="float32", device="cpu", start_seconds=5.0, batch_size=1),
+        journal=SimpleNamespace(trained=SimpleNamespace(head="HEAD")),
+        clock=SimpleNamespace(left=400.0),
+        **{"folder": tmp_path, "data": tmp_path, "step": step, "say": lambda text: None},
+    )
+    assert plan_sizes(run).problem == "its time ran out"
+    assert limits == [3600.0]
