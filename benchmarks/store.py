@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..configs.errors import BadInput, first_line
-from ..configs.files import write_json
+from ..configs.files import write_text
 from ..heads.loading import release_memory
 
 Figures = dict[str, Any]  # of a cell, as JSON has them
@@ -80,7 +80,14 @@ class CellStore(Generic[C]):
         """Write the document with this cell."""
         self.document["cells"][cell.name] = {"asked": asdict(cell), **figures}
         self.document |= self.summarize(self.document)
-        write_json(self.path, self.document, indent=1)
+        write_text(self.path, record_lines(self.document))
+
+
+def record_lines(document: Figures) -> str:
+    """The document as JSON with a line for each key, and for each cell of `cells`: a diff shows what was measured."""
+    cells = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in document["cells"].items())
+    parts = {key: json.dumps(value) for key, value in document.items()} | {"cells": f"{{\n{cells}\n }}"}
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {part}" for key, part in parts.items()) + "\n}\n"
 
 
 def attempt(measure: Callable[[C], Figures], cell: C) -> Figures:
