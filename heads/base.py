@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
+from .calibration import ConfidenceLines
 from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
@@ -185,6 +186,14 @@ class DraftHead(nn.Module, Drafter, Expands):
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         """[..., D] -> [..., D] the head's estimate of the target's `post_norm`: what its output layer reads."""
         return hidden
+
+    def taught_confidence(self, batch: DraftBatch, starts: ChainStarts) -> Tensor | None:
+        """[B, S, K] logits of the confidence head on teacher-forced chains; None: the head has none."""
+        return None
+
+    def calibrated(self, tensors: dict[str, Tensor], lines: ConfidenceLines) -> tuple[HeadConfig, dict[str, Tensor]]:
+        """The config and the tensors to save, so that the confidence head's logits lie on these lines."""
+        return self.config, tensors
 
     def forward(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
         """The loss; named forward so that distributed wrappers see it."""

@@ -16,6 +16,7 @@ from ..configs.jsonl import loads
 from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
+from .calibration import ConfidenceLines
 from .export.record import HeadRecord, read_head_config
 from .targets.stored import NUM_VALUES, fingerprint_of_values
 
@@ -39,7 +40,12 @@ def config_of(record: HeadRecord, config_class: type[HeadConfig], *, key: str = 
 
 
 def save_head(
-    head: DraftHead, folder: str | Path, *, dtype: torch.dtype | None = None, training: dict[str, Any] | None = None
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    training: dict[str, Any] | None = None,
+    confidence: ConfidenceLines | None = None,
 ) -> Path:
     """Write a head folder atomically: a head that was there before is replaced only when the new one is complete.
 
@@ -48,17 +54,20 @@ def save_head(
     own layers are merged into them; those of the target are written as peft's two files.
 
     Args: dtype: of the stored weights; None: as they are. training: JSON of how it was trained (docs/run_folder.md).
+        confidence: calibrates what is stored.
     Returns: the folder.
     """
-    state = merged_state(head).items()
-    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state}
+    config, state = head.config, dict(merged_state(head))
+    if confidence is not None:
+        config, state = head.calibrated(state, confidence)
+    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state.items()}
     if head.vocabulary is not None:
         to_target = head.vocabulary.to_target.cpu()
         tensors["d2t"] = to_target - torch.arange(len(to_target))
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
     if training is not None:
         training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
-    record = HeadRecord(head.config.as_dict(), head.target.name, head.target.fingerprint, training)
+    record = HeadRecord(config.as_dict(), head.target.name, head.target.fingerprint, training)
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     with replacing_folder(Path(folder)) as temporary:

@@ -14,7 +14,8 @@ from ..eval.decoding import generate
 from ..eval.decoding.replay import default_steps
 from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
-from ..heads.base import DraftBatch, DraftHead
+from ..heads.base import DraftBatch, DraftHead, LossOutput
+from ..heads.calibration import NUM_BINS, ConfidenceLines, count_accepted, fit_confidence
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput
 from ..heads.target import Target
@@ -42,6 +43,7 @@ class ValidationResult:
     num_draft_tokens: int
     taught: AcceptancePart
     decoded: DecodedValidation | None = None
+    confidence: ConfidenceLines | None = None  # by which a confidence head is calibrated on these rows
 
     def to_json(self) -> dict[str, Any]:
         """As docs/run_folder.md has it."""
@@ -84,6 +86,7 @@ class Validation:
     def measure(self) -> ValidationResult:
         """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
+        estimated = torch.zeros(2, self.backend.head.num_depths, NUM_BINS, device=self.backend.accelerator.device)
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, self.most_rows, self.config.batch_size):
@@ -93,14 +96,17 @@ class Validation:
                     if self.target.is_sharded:
                         self._read(torch.zeros(1, 1, dtype=torch.long, device=self.target.device))
                     continue
-                batch = collate([[row] for row in rows])
-                taught += self._taught(head, batch.to(self.backend.accelerator.device).filled(self._read))
+                batch = collate([[row] for row in rows]).to(self.backend.accelerator.device).filled(self._read)
+                out = self._forced(head, batch)
+                taught += expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
+                estimated += self._estimated(head, batch, out)
             self.watchdog.at(f"validation, decoding {len(self.prompts)} answers")
             if self.prompts:
                 decoded, decoded_taught = self._decoded(head)
             head.train()
         self.watchdog.at("validation, the figures of all ranks")
-        result = ValidationResult(self.num_draft, self._over_ranks(taught))
+        confidence = fit_confidence(self.backend.total(estimated))
+        result = ValidationResult(self.num_draft, self._over_ranks(taught), confidence=confidence)
         if not self.num_prompts:
             return result
         parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
@@ -109,10 +115,17 @@ class Validation:
     def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         return self.target.read_texts(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
 
-    def _taught(self, head: DraftHead, batch: DraftBatch) -> Acceptance:
+    def _forced(self, head: DraftHead, batch: DraftBatch) -> LossOutput:
         with self.backend.autocast():  # the target has read outside of it, as in training
-            out = head.loss(batch)
-        return expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
+            return head.loss(batch)
+
+    def _estimated(self, head: DraftHead, batch: DraftBatch, forced: LossOutput) -> Tensor:
+        """[2, K, NUM_BINS] counts of `count_accepted`; zeros of a head that has no confidence head."""
+        with self.backend.autocast():
+            logits = head.taught_confidence(batch, forced.starts)
+        if logits is None:
+            return torch.zeros(2, head.num_depths, NUM_BINS, device=batch.input_ids.device)
+        return count_accepted(logits, forced.starts.valid, forced.hits)
 
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
@@ -133,7 +146,8 @@ class Validation:
         for i, (row, prompt) in enumerate(zip(rows, self.prompts, strict=True)):
             input_ids[i, : len(row)] = torch.tensor(row)
             loss_mask[i, len(prompt) : len(row)] = True
-        return decoded, self._taught(head, DraftBatch(input_ids, loss_mask, self._read(input_ids)))
+        out = self._forced(head, DraftBatch(input_ids, loss_mask, self._read(input_ids)))
+        return decoded, expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
 
     def _over_ranks(self, counts: Acceptance) -> AcceptancePart:
         numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import exp, prod, sqrt
+from math import exp, pi, prod, sqrt
 from operator import mul
 from statistics import fmean
 
@@ -94,32 +94,86 @@ def row_seconds(round_: Round) -> float:
     return round_.seconds * sum(num > 0 for num in round_.num_committed) / len(round_.num_committed)
 
 
+Estimates = Sequence[tuple[float, bool]]  # of drafts that were reached and verified: the estimate, whether accepted
+
+
+@dataclass(frozen=True)
+class SlotCalibration:
+    """Calibration of the estimates of one draft position; errors as in `Calibration`."""
+
+    num_drafts: int
+    estimated: float | None
+    accepted: float | None
+    error: float
+    error_by_chance: float
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Calibration of the estimates of drafts that were reached and verified. For each tenth of the estimates: number of
     drafts, mean estimate, and share accepted, None if empty. brier: the mean of (estimate - accepted)^2 (Brier 1950): 0
-    is perfect, 0.25 is a constant estimate of 1/2."""
+    is perfect, 0.25 is a constant estimate of 1/2.
+
+    error: the expected calibration error (Guo et al. 2017, arXiv 1706.04599, eq. 3): |estimated - accepted|, averaged
+    over the drafts by the tenths that they are in. error_by_chance: what estimates without any error would show on
+    average with so few drafts."""
 
     brier: float
     num_drafts: list[int]
     estimated: list[float | None]
     accepted: list[float | None]
+    error: float | None = None  # the last three are None and empty in older reports
+    error_by_chance: float | None = None
+    by_slot: list[SlotCalibration] = field(default_factory=list)
 
 
 def calibration(rounds: Iterable[Round]) -> Calibration | None:
     """The calibration of the estimates of rounds; None if there are none."""
-    tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
+    slots: list[list[tuple[float, bool]]] = []
     for round_ in rounds:
         for (accepted, committed, offered), estimates in zip(row_counts(round_), round_.estimates, strict=False):
+            slots += [[] for _ in range(len(estimates) - len(slots))]
             for k, estimate in enumerate(estimates[: min(accepted + 1, committed, offered)]):
-                tenths[min(int(10 * estimate), 9)].append((estimate, k < accepted))
-    every = [pair for pairs in tenths for pair in pairs]
+                slots[k].append((estimate, k < accepted))
+    every = [pair for pairs in slots for pair in pairs]
     if not every:
         return None
-    means = [[round(fmean(values), 4) for values in zip(*pairs, strict=True)] or [None, None] for pairs in tenths]
-    brier = fmean((estimate - is_taken) ** 2 for estimate, is_taken in every)
-    estimated, accepted_share = zip(*means, strict=True)
-    return Calibration(round(brier, 4), list(map(len, tenths)), list(estimated), list(accepted_share))
+    tenths = by_tenth(every)
+    estimated, accepted_share = zip(*map(means_of, tenths), strict=True)
+    return Calibration(
+        round(fmean((estimate - is_taken) ** 2 for estimate, is_taken in every), 4),
+        list(map(len, tenths)),
+        list(estimated),
+        list(accepted_share),
+        *calibration_errors(every),
+        by_slot=[SlotCalibration(len(pairs), *means_of(pairs), *calibration_errors(pairs)) for pairs in slots],
+    )
+
+
+def by_tenth(pairs: Estimates) -> list[Estimates]:
+    """The estimates from 0 to 0.1, from 0.1 to 0.2, ..."""
+    tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
+    for pair in pairs:
+        tenths[min(int(10 * pair[0]), 9)].append(pair)
+    return list(tenths)
+
+
+def means_of(pairs: Estimates) -> tuple[float | None, float | None]:
+    """The mean estimate, and the share accepted; None, None of nothing."""
+    if not pairs:
+        return None, None
+    estimates, taken = zip(*pairs, strict=True)
+    return round(fmean(estimates), 4), round(fmean(taken), 4)
+
+
+def calibration_errors(pairs: Estimates) -> tuple[float, float]:
+    """`error` and `error_by_chance` of `Calibration`. By chance, a tenth's accepted drafts are off by a normal number
+    with the variance of so many coins, whose mean size is sqrt(2 / pi) standard deviations."""
+    apart, chance = 0.0, 0.0
+    for tenth in by_tenth(pairs):
+        apart += abs(sum(estimate - is_taken for estimate, is_taken in tenth))
+        chance += sqrt(2 / pi * sum(estimate * (1 - estimate) for estimate, _ in tenth))
+    return round(apart / max(len(pairs), 1), 4), round(chance / max(len(pairs), 1), 4)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,31 @@ def trees_section(ours: Sequence[Result]) -> Section:
     return section
 
 
+def confidence_section(ours: Sequence[Result]) -> Section:
+    """The estimates of drafts beside what was accepted, by tenths of the estimate and by slot."""
+    section, rows = Section("confidence"), []
+    for result in once_per_batch_size(ours):
+        told, where = result.calibration, f"{name_of(result)}, {result.suite}"
+        if told is None:
+            continue
+        lines = [
+            Series(name, [(float(i), share) for i, share in enumerate(shares) if share is not None])
+            for name, shares in (("estimated", told.estimated), ("accepted", told.accepted))
+        ]
+        ticks = [f".{i}" for i in range(len(told.num_drafts))]
+        chart = line_chart(f"Estimated and accepted of {where}", lines, axis="estimate from", ticks=ticks, most=1.0)
+        section.figures.append(Figure(f"Mean estimate and share accepted, by tenths of the estimate. {where}.", chart))
+        every = [name_of(result), result.suite, "all", str(sum(told.num_drafts)), "-", "-"]
+        rows.append([*every, number(told.error, 3), number(told.error_by_chance, 3)])
+        for k, slot in enumerate(told.by_slot):
+            figures = (slot.estimated, slot.accepted, slot.error, slot.error_by_chance)
+            words = [number(figure, 3) for figure in figures]
+            rows.append([name_of(result), result.suite, str(k + 1), str(slot.num_drafts), *words])
+    columns = ["setting", "suite", "position", "drafts", "estimated", "accepted", "error", "by chance"]
+    section.add_table("Calibration error of the estimates by draft position", columns, rows, 3)
+    return section
+
+
 def forced_section(ours: Sequence[Result]) -> Section:
     """Teacher-forced against decoded acceptance lengths."""
     section = Section("teacher-forced")

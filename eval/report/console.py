@@ -84,9 +84,10 @@ def details(result: Result) -> str:
 
 def stopping_words(result: Result, cost: float) -> str:
     """How many drafts were verified, and how true the estimates were that said so."""
-    brier = "" if result.calibration is None else f", Brier score of the estimates {result.calibration.brier:.3f}"
+    told = result.calibration
+    error = "" if told is None else f", calibration error of the estimates {number(told.error, 3)}"
     verified = f"{number(result.drafts_verified)} of {result.num_draft_tokens} drafts verified per round"
-    return f"{verified}, one more token being taken to cost {cost:.3f} rounds{brier}"
+    return f"{verified}, one more token being taken to cost {cost:.3f} rounds{error}"
 
 
 def training_warnings(results: Iterable[Result]) -> list[str]:

@@ -48,6 +48,7 @@ def render(report: Report) -> str:
         sections.failed_section(report.results),
         sections.time_section(ours),
         acceptance_sections.trees_section(ours),
+        acceptance_sections.confidence_section(ours),
         acceptance_sections.forced_section(ours),
         acceptance_sections.conventions_section(ours),
         sections.engines_section(report.results),
