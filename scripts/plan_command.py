@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..eval.plan.budget import Budget
     from ..eval.plan.document import Plan, PlanConfig
     from ..eval.plan.prediction import Cell, RecommendedCell
+    from ..eval.plan.scheduling import ScheduledLoad
     from ..eval.suites.prompts import Suite
     from ..heads.drafter import Drafter
     from ..heads.target import Target
@@ -234,10 +235,30 @@ def show(planned: "Plan", console: Console) -> None:
     if most:
         keys = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": planned.vllm_schedule}
         console.print(f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}", highlight=False, soft_wrap=True)
+    show_schedules(planned.schedules, console)
     if planned.sglang_flags:
         console.print(f"SGLang: {planned.sglang_flags}", highlight=False, soft_wrap=True)
     if planned.llamacpp_flags:
         console.print(f"llama-server: {planned.llamacpp_flags}", highlight=False, soft_wrap=True)
+
+
+def show_schedules(loads: "Sequence[ScheduledLoad]", console: Console) -> None:
+    """What verifying by confidence is predicted to be worth at each load, and whether vLLM should do so."""
+    from ..eval.plan.scheduling import never_slower
+
+    for load in loads:
+        how = "enable_adaptive_verification" if load.engine == "vllm" else "--verify-cost measured"
+        fixed = f"K {load.fixed_num_draft_tokens}" if load.fixed_num_draft_tokens else "no drafts"
+        pays = "" if load.pays else "; keep the fixed K" if load.fixed_num_draft_tokens else "; leave drafting off"
+        console.print(
+            f"batch {load.batch_size}, all rows busy: {load.engine}'s {how} {load.gain:.2f} times the speed of "
+            f"{fixed}, {load.drafts_verified:.1f} drafts verified{pays}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if never_slower(loads, "vllm"):
+        keys = '"enable_adaptive_verification": true, without num_speculative_tokens_per_batch_size'
+        console.print(f"vLLM, at all of these loads instead: {keys}", highlight=False, soft_wrap=True)
 
 
 def show_budget(planned: "Plan", console: Console) -> None:

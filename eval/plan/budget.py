@@ -20,7 +20,7 @@ from ..measurement import step_times
 from ..measurement.runner import build_engine
 
 # the share of the seconds at which each stage must end; unused time goes to later stages
-ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "step times": 0.65, "check": 0.95}
+ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "schedules": 0.52, "step times": 0.68, "check": 0.95}
 SAFETY = 0.8  # share of the available time that estimates may fill
 ENOUGH_TOKENS, FEWEST_TOKENS = 32, 8  # per answer: settings are dropped before going below the first; least number
 FAR_PROBE = 0.02  # share of the seconds: if probing one row takes longer, many rows are extrapolated

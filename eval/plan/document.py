@@ -11,6 +11,7 @@ from .budget import Spent
 from .engine_settings import ScheduleRange
 from .machine_profile import MachineProfile
 from .prediction import Accepted, Cell, CheckSummary, RecommendedCell
+from .scheduling import ScheduledLoad
 
 SCHEMA_VERSION = 2
 CHECKS = ("advice", "all", "none")
@@ -59,6 +60,7 @@ class Plan:
     check: CheckSummary
     recommendation: list[RecommendedCell]
     vllm_schedule: list[ScheduleRange]
+    schedules: list[ScheduledLoad]  # verifying by confidence, against the best fixed K
     sglang_flags: str | None
     llamacpp_flags: str | None
     budget: Spent
@@ -73,6 +75,7 @@ class Plan:
             "step_times": [time.as_json() for time in self.step_times],
             "cells": [cell.to_json() for cell in self.cells],
             "check": asdict(self.check),
+            "schedules": [load.to_json() for load in self.schedules],
             "recommendation": [advice.to_json() for advice in self.recommendation],
             "budget": asdict(self.budget),
             "step_time_model": asdict(self.step_time_model) if self.step_time_model else None,

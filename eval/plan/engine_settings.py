@@ -68,6 +68,12 @@ def schedule_for_vllm(
     return ranges
 
 
+def is_scheduled_by_vllm(head: DraftHead | None) -> bool:
+    """Whether vLLM verifies a head's drafts by the head's own confidence (`enable_adaptive_verification`)."""
+    serving = head is not None and head.serving is not None
+    return serving and bool(head.serving_config().get("enable_confidence_head"))
+
+
 def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
     """SGLang's flags for the best setting over all batch sizes, by geometric mean; it has one for all.
 

@@ -16,11 +16,11 @@ from ..decoding.draft_setting import DraftSetting, chains
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_new_tokens
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite
-from .accepting import accepted_within, named_trees
+from .accepting import accepted_within, evenly, named_trees
 from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
 from .checking import measured_cells
 from .document import DEFAULT_TREES, Plan, PlanConfig
-from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
+from .engine_settings import for_llamacpp, for_sglang, is_scheduled_by_vllm, measured_lengths, schedule_for_vllm
 from .machine_profile import times_on
 from .prediction import (
     Accepted,
@@ -32,6 +32,7 @@ from .prediction import (
     recommend_cells,
     shortlist,
 )
+from .scheduling import WatchedText, schedule_loads, watch_texts
 
 LARGEST_PROFILED = 256  # largest batch size of a schedule made from a profile
 
@@ -86,6 +87,7 @@ class Planner:
             steps=self.config.measure.steps,
         )
         accepted, scope = self.accept(self.settings(costs), Scope(self.suite, self.config, costs))
+        watched = self.watch(accepted, scope)
         machine, measured = self.config.machine, list[StepTime]()
         if machine is None:
             measured, scope = self.time(accepted, scope)
@@ -123,6 +125,14 @@ class Planner:
                 left_out=budget.left_out,
             ),
             vllm_schedule=ranges,
+            schedules=schedule_loads(
+                watched,
+                times,
+                [one.setting.num_draft_tokens for one in accepted if one.setting.tree is None],
+                batch_sizes=config.batch_sizes,
+                context=workload.context,
+                engines=("vllm", "headstart") if is_scheduled_by_vllm(head) else ("headstart",),
+            ),
             sglang_flags=for_sglang(cells, head),
             llamacpp_flags=for_llamacpp(cells, head),
         )
@@ -176,6 +186,24 @@ class Planner:
         )
         tick()
         return accepted, replace(scope, suite=suite.subset(chosen), config=replace(scope.config, measure=measure))
+
+    def watch(self, accepted: Sequence[Accepted], scope: Scope) -> list[WatchedText]:
+        """What the longest chain's drafts are estimated at, and what is accepted of them, at each position of as many
+        texts as there is time for; none of a drafter without estimates, and if there is no time for a batch."""
+        lengths = [one.setting.num_draft_tokens for one in accepted if one.setting.tree is None]
+        if not self.drafter.estimates or not lengths:
+            return []
+        measure, prompts = scope.config.measure, scope.suite.prompts
+        rows = min(max(scope.config.batch_sizes), len(prompts))
+        seconds = scope.costs.decoding(rows, measure.max_new_tokens)
+        room = SAFETY * self.budget.room("schedules")
+        num_batches = int(min(room / seconds if seconds else math.inf, -(-len(prompts) // rows)))
+        if num_batches < 1:
+            self.budget.left_out.append("schedules by confidence")
+            return []
+        chosen = [prompts[i] for i in evenly(len(prompts), num_batches * rows)]
+        how = replace(measure, batch_size=rows)
+        return watch_texts(self.target, self.drafter, chosen, how, num_draft_tokens=max(lengths))
 
     def time(self, accepted: Sequence[Accepted], scope: Scope) -> tuple[list[StepTime], Scope]:
         """Step times of this machine. Chains between the measured ones are left to the table."""

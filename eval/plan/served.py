@@ -70,7 +70,7 @@ class ServedPlanner(Planner):
 
     def plan(self) -> Plan:
         """As its own, without what other engines take."""
-        return replace(super().plan(), engine="llama-server", vllm_schedule=[], sglang_flags=None)
+        return replace(super().plan(), engine="llama-server", vllm_schedule=[], schedules=[], sglang_flags=None)
 
     def time(self, accepted: Sequence[Accepted], scope: Scope) -> tuple[list[StepTime], Scope]:
         """Rounds of llama-server, drafting included. Chains between the measured ones are left to the table."""
