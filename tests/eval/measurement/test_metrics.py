@@ -1,5 +1,6 @@
 """Every figure of a report is what its definition says, computed by hand, and can be computed again from the rounds."""
 
+import random
 from math import log
 
 import pytest
@@ -8,6 +9,7 @@ from headstart.eval.decoding.loop import Round
 from headstart.eval.measurement.metrics import (
     LEAST_TIMED,
     acceptance,
+    calibration,
     expected_acceptance,
     ratio_and_interval,
     relative_and_interval,
@@ -202,3 +204,33 @@ def test_paired_intervals_hold_the_truth_and_are_narrower():
         assert max(too_high, too_low) < 0.04, (count, too_high, too_low)
     single = torch.tensor([ratio_and_interval(b, f)[1] for b, f, _ in cases])
     assert (ends.log().diff().mean() / single.log().diff().mean()).item() < 0.8
+
+
+def estimated_rounds(rows):
+    """A round for each (estimates, number accepted), all drafts verified."""
+    return [
+        Round(0.0, len(estimates), [accepted], [accepted + 1], [accepted + 1], estimates=[list(estimates)])
+        for estimates, accepted in rows
+    ]
+
+
+def test_the_calibration_error_is_averaged_over_tenths_by_their_drafts():
+    told = calibration(estimated_rounds([((0.95, 0.55), 0), ((0.93, 0.5), 1), ((0.91, 0.75), 2), ((0.97, 0.35), 1)]))
+    assert told.num_drafts == [0, 0, 0, 1, 0, 1, 0, 1, 0, 4], "of chains that went on"
+    by_hand = abs(4 * 0.94 - 3) + abs(0.5 - 0) + abs(0.75 - 1) + abs(0.35 - 0)
+    assert told.error == pytest.approx(by_hand / 7, abs=1e-4)
+    first, second = told.by_slot
+    assert (first.num_drafts, first.estimated, first.accepted) == (4, 0.94, 0.75)
+    assert second.num_drafts == 3 and first.error == pytest.approx(0.19, abs=1e-4)
+
+
+def test_true_estimates_have_the_error_of_chance_and_others_more():
+    source, rows, off = random.Random(3), [], []
+    for _ in range(4000):
+        estimates = [source.uniform(0.05, 0.95) for _ in range(3)]
+        accepted = next((k for k, chance in enumerate(estimates) if source.random() > chance), 3)
+        rows.append((estimates, accepted))
+        off.append(([estimate**2 for estimate in estimates], accepted))
+    told, wrong = calibration(estimated_rounds(rows)), calibration(estimated_rounds(off))
+    assert told.error == pytest.approx(told.error_by_chance, rel=0.5) and told.error < 0.02
+    assert wrong.error > 0.1 > 3 * wrong.error_by_chance
