@@ -18,6 +18,8 @@ from ..configs.loader import PACKAGE_CONFIGS
 from ..configs.terminal import PlainConsole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..eval.plan.budget import Budget
     from ..eval.plan.document import Plan, PlanConfig
     from ..eval.plan.prediction import Cell, RecommendedCell

@@ -38,6 +38,7 @@ def test_the_lines_of_many_drafts_are_found():
     wanted = [(0.5, 1.0), (0.7, 0.5), (1.3, -0.5)]
     logits, hits = drawn(wanted, num_chains=60000)
     found = fit_confidence(count_accepted(logits, torch.ones_like(hits), hits))
+    assert found is not None
     for slot, line in enumerate(wanted):
         assert total_of(found, slot) == pytest.approx(line, abs=0.06)
 
@@ -47,6 +48,7 @@ def test_few_drafts_leave_a_slot_at_the_line_of_all():
     valid = torch.ones_like(hits)
     valid[:, 3:, 2] = False
     found = fit_confidence(count_accepted(logits, valid, hits))
+    assert found is not None
     assert vars(found.by_slot[2])["scale"] == pytest.approx(1, abs=0.15)
     assert found.by_slot[2].shift == pytest.approx(0, abs=0.5)
     assert fit_confidence(count_accepted(logits, torch.zeros_like(valid), hits)) is None
@@ -96,7 +98,7 @@ def test_a_saved_head_has_its_lines_and_an_export_the_one_of_all_slots(on_disk, 
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
     again = load_head(tmp_path / "served", on_disk)
-    assert torch.equal(estimates_of(on_disk, again), estimates_of(on_disk, loaded)), "read back, it has its slots' lines"
+    assert torch.equal(estimates_of(on_disk, again), estimates_of(on_disk, loaded)), "read back, slots have their lines"
 
 
 def test_a_narrower_block_has_the_lines_of_its_slots(on_disk):

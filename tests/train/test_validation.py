@@ -55,7 +55,8 @@ def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
     rows, lines = f"data.validation={world / 'rows.jsonl'}", {}
     for name, options in (("a", [rows]), ("b", [])):
         folder = run("block", name, "head.confidence=true", "head.markov_rank=8", *options)
-        lines[name] = json.loads((folder / "final" / "config.json").read_text())["headstart"]["head"]["confidence_lines"]
+        config = json.loads((folder / "final" / "config.json").read_text())
+        lines[name] = config["headstart"]["head"]["confidence_lines"]
     assert [len(line) for line in lines["a"]] == [2, 2, 2] and lines["b"] is None
     stored = [load_file(folder.parent / name / "final" / "model.safetensors") for name in lines]
     differ = {key for key in stored[0] if not torch.equal(stored[0][key], stored[1][key])}

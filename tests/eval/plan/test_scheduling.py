@@ -1,4 +1,4 @@
-"""Which schedule pays: what is simulated is vLLM's rule, our engine's, and what texts accept, at measured step times."""
+"""Which schedule pays: what is simulated is vLLM's rule, our engine's, and what texts accept, at known step times."""
 
 import json
 from itertools import accumulate
@@ -25,8 +25,8 @@ from headstart.eval.plan.scheduling import (
 from headstart.heads.drafting import Proposal
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1, 30, 31, 32, 33, 34]]
-# recorded from vLLM 0.32's own AdaptiveVerificationManager: estimates of this round and of the last, the cost table of a
-# round by drafts verified, and the drafts of each row that it then verified
+# recorded from vLLM 0.32's own AdaptiveVerificationManager: estimates of this round and of the last, the cost table of
+# a round by drafts verified, and the drafts of each row that it then verified
 OF_VLLM = json.loads((Path(__file__).parent / "vllm_schedule.json").read_text())
 
 
@@ -66,8 +66,8 @@ def test_a_single_row_verifies_the_same_drafts_in_our_engine_and_in_vllm():
     source = np.random.default_rng(2)
     for estimates in source.uniform(0.05, 0.99, (300, 1, 6)):
         for cost in (0.02, 0.1, 0.4):
-            times = 1 + cost * np.arange(7)
-            assert drafts_within_budget(estimates, estimates, times).tolist() == drafts_of_rows(estimates, cost).tolist()
+            theirs = drafts_within_budget(estimates, estimates, 1 + cost * np.arange(7))
+            assert theirs.tolist() == drafts_of_rows(estimates, cost).tolist()
 
 
 def test_rows_get_what_is_likeliest_to_be_accepted_of_all_of_them():
