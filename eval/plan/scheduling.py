@@ -204,10 +204,10 @@ def run_schedule(texts: Sequence[WatchedText], times: RoundTimes, engine: str) -
         estimates = np.stack([row.estimates[place] for row, place in zip(rows, at, strict=True)])
         if engine == "vllm":
             drafts = drafts_within_budget(estimates, last, times.scheduled)
-            milliseconds += times.scheduled[drafts.sum()]
+            milliseconds += float(times.scheduled[drafts.sum()])
         else:
             drafts = drafts_of_rows(estimates, cost)
-            milliseconds += times.scheduled[size * drafts.max()]
+            milliseconds += float(times.scheduled[size * drafts.max()])
         last = estimates
         num_rounds, num_verified = num_rounds + 1, num_verified + int(drafts.sum())
         for number, (row, place) in enumerate(zip(rows, at, strict=True)):

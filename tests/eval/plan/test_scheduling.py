@@ -125,6 +125,7 @@ def test_a_schedule_is_advised_only_where_it_is_faster():
     assert [(load.engine, load.batch_size) for load in loads] == [
         (engine, size) for size in (1, 8, 32) for engine in ("vllm", "headstart")
     ]
+    assert json.loads(json.dumps([load.to_json() for load in loads]))[0]["pays"] == loads[0].pays
     for load in loads:
         assert load.pays == (load.scheduled_tokens_per_second >= 1.01 * load.fixed_tokens_per_second)
     own = [load for load in loads if load.engine == "vllm"]
