@@ -14,7 +14,7 @@ LIMIT, NUM_BINS = 16.0, 1024  # logits are counted in bins from -LIMIT to LIMIT:
 NUM_NEWTON = 30  # steps of the fit, which converges in fewer
 # how far a slot's scale (from 1) and shift (from 0) are expected to be from the line of all slots, in standard
 # deviations: few drafts move a slot's line little
-SPREAD_OF_SLOTS = (0.25, 0.5)
+SPREAD_OF_SLOTS = (0.1, 0.2)
 SPREAD_OF_ALL = (10.0, 10.0)
 
 

@@ -129,6 +129,7 @@ class ScheduledLoad:
     context: int
     fixed_num_draft_tokens: int
     fixed_tokens_per_second: float
+    longest_tokens_per_second: float  # all drafts of the longest chain verified
     scheduled_tokens_per_second: float
     drafts_verified: float  # of each row and round, on average
 
@@ -138,11 +139,17 @@ class ScheduledLoad:
         return self.scheduled_tokens_per_second / self.fixed_tokens_per_second
 
     @property
+    def gain_over_longest(self) -> float:
+        """The schedule's speed over that of verifying all that it drafts."""
+        return self.scheduled_tokens_per_second / self.longest_tokens_per_second
+
+    @property
     def pays(self) -> bool:
         return self.gain >= 1 + LEAST_GAIN
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "gain": round(self.gain, 4), "pays": self.pays}
+        gains = {"gain": round(self.gain, 4), "gain_over_longest": round(self.gain_over_longest, 4)}
+        return {**asdict(self), **gains, "pays": self.pays}
 
 
 def schedule_loads(
@@ -163,7 +170,7 @@ def schedule_loads(
         best = max(speeds, key=lambda k: speeds[k])
         for engine in engines:
             speed, verified = run_schedule(texts, of_round, engine)
-            figures = round(speeds[best], 2), round(speed, 2), round(verified, 3)
+            figures = [round(value, 3) for value in (speeds[best], speeds[max(speeds)], speed, verified)]
             loads.append(ScheduledLoad(engine, size, context, best, *figures))
     return loads
 

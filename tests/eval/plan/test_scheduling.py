@@ -10,7 +10,9 @@ import pytest
 import torch
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.metrics import calibration_errors
 from headstart.eval.measurement.step_times import StepTime
+from headstart.eval.plan.machine_profile import load_profile
 from headstart.eval.plan.scheduling import (
     RoundTimes,
     WatchedText,
@@ -135,3 +137,30 @@ def test_a_schedule_is_advised_only_where_it_is_faster():
     assert not any(load.pays for load in told), "estimates that say nothing are worth nothing"
     assert not never_slower(told, "vllm")
     assert schedule_loads([], Times(12, 0.6, 2), [1], batch_sizes=(1,), context=50) == []
+
+
+# 14 texts of SmolLM2-135M-Instruct on GSM8K questions, as a DSpark head of 200 steps drafts there (K 5), its confidence
+# calibrated on other questions; greedy
+RECORDED = json.loads((Path(__file__).parent / "watched_smollm2.json").read_text())
+
+
+def test_a_real_heads_schedule_loses_nothing_where_all_drafts_pay_and_wins_a_tenth_under_load():
+    """At the step times of an H100's profile: against K 5 for all, and against the best K of each load."""
+    texts = [WatchedText(np.array(one["estimates"]), np.array(one["accepted"])) for one in RECORDED]
+    profile = load_profile("h100-llama-3.1-8b-vllm")
+    times = Times(profile.fixed_ms + profile.overhead_ms, profile.token_ms, draft=0.1 * profile.fixed_ms)
+    loads = schedule_loads(texts, times, [1, 2, 3, 4, 5], batch_sizes=(1, 8, 32), context=150, engines=("vllm",))
+    alone, some, many = (load.gain_over_longest for load in loads)
+    assert alone == pytest.approx(1, abs=0.002) and some >= 1.01 and many >= 1.1
+    assert all(load.gain >= 0.998 for load in loads) and [load.pays for load in loads][0] is False
+
+
+def test_a_real_heads_estimates_are_off_by_little_more_than_chance():
+    pairs = [
+        (estimate, k < accepted)
+        for text in RECORDED
+        for estimates, accepted in zip(text["estimates"], text["accepted"], strict=True)
+        for k, estimate in enumerate(estimates[: accepted + 1])
+    ]
+    error, by_chance = calibration_errors(pairs)
+    assert by_chance < error <= 0.03
