@@ -70,8 +70,9 @@ def schedule_for_vllm(
 
 def is_scheduled_by_vllm(head: DraftHead | None) -> bool:
     """Whether vLLM verifies a head's drafts by the head's own confidence (`enable_adaptive_verification`)."""
-    serving = head is not None and head.serving is not None
-    return serving and bool(head.serving_config().get("enable_confidence_head"))
+    if head is None or head.serving is None:
+        return False
+    return bool(head.serving_config().get("enable_confidence_head"))
 
 
 def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_only_drafts_that_are_reached_count_and_ranks_add_up():
     assert tried.sum(1).tolist() == [500, int(hits[..., 0].sum()), int(hits[..., :2].all(-1).sum())]
     assert taken.sum(1).tolist()[2] == int(hits.all(-1).sum())
     parts = [count_accepted(*(one[:, some] for one in (logits, valid, hits))) for some in (slice(200), slice(200, 500))]
-    assert torch.equal(sum(parts), torch.stack([tried, taken]))
+    assert torch.equal(parts[0] + parts[1], torch.stack([tried, taken]))
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def on_disk(saved_target):
     return Target.load(saved_target)
 
 
-def block(target, **options):
+def block(target, **options) -> Any:
     config = BlockConfig(**{"num_depths": 3, "markov_rank": 8, "confidence": True, **options})
     head = build_head(config, target, seed=1)
     with torch.no_grad():

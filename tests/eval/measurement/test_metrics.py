@@ -216,7 +216,7 @@ def estimated_rounds(rows):
 
 def test_the_calibration_error_is_averaged_over_tenths_by_their_drafts():
     told = calibration(estimated_rounds([((0.95, 0.55), 0), ((0.93, 0.5), 1), ((0.91, 0.75), 2), ((0.97, 0.35), 1)]))
-    assert told.num_drafts == [0, 0, 0, 1, 0, 1, 0, 1, 0, 4], "of chains that went on"
+    assert told is not None and told.num_drafts == [0, 0, 0, 1, 0, 1, 0, 1, 0, 4], "of chains that went on"
     by_hand = abs(4 * 0.94 - 3) + abs(0.5 - 0) + abs(0.75 - 1) + abs(0.35 - 0)
     assert told.error == pytest.approx(by_hand / 7, abs=1e-4)
     first, second = told.by_slot
@@ -232,5 +232,6 @@ def test_true_estimates_have_the_error_of_chance_and_others_more():
         rows.append((estimates, accepted))
         off.append(([estimate**2 for estimate in estimates], accepted))
     told, wrong = calibration(estimated_rounds(rows)), calibration(estimated_rounds(off))
+    assert told is not None and wrong is not None
     assert told.error == pytest.approx(told.error_by_chance, rel=0.5) and told.error < 0.02
     assert wrong.error > 0.1 > 3 * wrong.error_by_chance
