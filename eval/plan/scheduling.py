@@ -21,6 +21,7 @@ from ..decoding import generate
 from ..decoding.draft_setting import chain
 from ..decoding.verify import AcceptedPath, AcceptRule, Candidates, accept_chain
 from ..measurement.config import MeasureConfig
+from ..measurement.metrics import LEAST_TIMED
 from .prediction import LEAST_GAIN, StepTimes
 
 LEAST_ROUNDS = 256  # simulated of each load
@@ -132,6 +133,7 @@ class ScheduledLoad:
     longest_tokens_per_second: float  # all drafts of the longest chain verified
     scheduled_tokens_per_second: float
     drafts_verified: float  # of each row and round, on average
+    num_texts: int  # that it is simulated on
 
     @property
     def gain(self) -> float:
@@ -145,7 +147,8 @@ class ScheduledLoad:
 
     @property
     def pays(self) -> bool:
-        return self.gain >= 1 + LEAST_GAIN
+        """Whether it is faster, on enough texts to say so."""
+        return self.gain >= 1 + LEAST_GAIN and self.num_texts >= LEAST_TIMED
 
     def to_json(self) -> dict[str, Any]:
         gains = {"gain": round(self.gain, 4), "gain_over_longest": round(self.gain_over_longest, 4)}
@@ -171,7 +174,7 @@ def schedule_loads(
         for engine in engines:
             speed, verified = run_schedule(texts, of_round, engine)
             figures = [round(value, 3) for value in (speeds[best], speeds[max(speeds)], speed, verified)]
-            loads.append(ScheduledLoad(engine, size, context, best, *figures))
+            loads.append(ScheduledLoad(engine, size, context, best, *figures, len(texts)))
     return loads
 
 

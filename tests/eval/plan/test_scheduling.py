@@ -132,6 +132,8 @@ def test_a_schedule_is_advised_only_where_it_is_faster():
         assert load.pays == (load.scheduled_tokens_per_second >= 1.01 * load.fixed_tokens_per_second)
     own = [load for load in loads if load.engine == "vllm"]
     assert never_slower(loads, "vllm") == (min(load.gain for load in own) >= 1)
+    few = schedule_loads(drawn_texts()[:3], Times(12, 0.6, 2), [1, 2, 3, 4, 5], batch_sizes=(1, 8, 32), context=50)
+    assert not any(load.pays for load in few), "three texts prove nothing"
     unsure = [WatchedText(np.full_like(text.estimates, 0.5), text.accepted) for text in drawn_texts()]
     told = schedule_loads(unsure, Times(12, 0.6, 2), [1, 2, 3, 4, 5], batch_sizes=(1, 8, 32), context=50)
     assert not any(load.pays for load in told), "estimates that say nothing are worth nothing"
