@@ -173,8 +173,18 @@ def schedule_loads(
         best = max(speeds, key=lambda k: speeds[k])
         for engine in engines:
             speed, verified = run_schedule(texts, of_round, engine)
-            figures = [round(value, 3) for value in (speeds[best], speeds[max(speeds)], speed, verified)]
-            loads.append(ScheduledLoad(engine, size, context, best, *figures, len(texts)))
+            load = ScheduledLoad(
+                engine=engine,
+                batch_size=size,
+                context=context,
+                fixed_num_draft_tokens=best,
+                fixed_tokens_per_second=round(speeds[best], 3),
+                longest_tokens_per_second=round(speeds[max(speeds)], 3),
+                scheduled_tokens_per_second=round(speed, 3),
+                drafts_verified=round(verified, 3),
+                num_texts=len(texts),
+            )
+            loads.append(load)
     return loads
 
 

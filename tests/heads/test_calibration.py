@@ -72,7 +72,7 @@ def on_disk(saved_target):
 
 def block(target, **options) -> Any:
     config = BlockConfig(**{"num_depths": 3, "markov_rank": 8, "confidence": True, **options})
-    head = build_head(config, target, seed=1)
+    head: Any = build_head(config, target, seed=1)
     with torch.no_grad():
         head.confidence_head.proj.weight.normal_(std=0.7, generator=torch.Generator().manual_seed(3))
     return head.eval()
