@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .calibration import ConfidenceLines
+from .calibration import ConfidenceLine
 from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
@@ -191,9 +191,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         """[B, S, K] logits of the confidence head on teacher-forced chains; None: the head has none."""
         return None
 
-    def calibrated(self, tensors: dict[str, Tensor], lines: ConfidenceLines) -> tuple[HeadConfig, dict[str, Tensor]]:
-        """The config and the tensors to save, so that the confidence head's logits lie on these lines."""
-        return self.config, tensors
+    def calibrated(self, tensors: dict[str, Tensor], line: ConfidenceLine) -> dict[str, Tensor]:
+        """The tensors to save, so that the confidence head's logits lie on that line."""
+        return tensors
 
     def forward(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
         """The loss; named forward so that distributed wrappers see it."""

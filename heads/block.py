@@ -166,8 +166,4 @@ class BlockHead(BlockNetwork):
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
         head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
-        if head is None:
-            return None
-        logits = head(with_previous(state.hidden, self.markov_head, before)).float()
-        scales, shifts = self.confidence_lines[:, : logits.shape[1]].float()
-        return (logits * scales + shifts).sigmoid()
+        return None if head is None else head(with_previous(state.hidden, self.markov_head, before)).float().sigmoid()

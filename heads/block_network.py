@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .calibration import ConfidenceLines
+from .calibration import ConfidenceLine
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, output_layer_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, through_layers, with_previous
@@ -37,8 +37,6 @@ class BlockConfig(HeadConfig):
     markov_rank: int = 256  # rank of the Markov head; 0: none, the slots of a block are drafted independently
     confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
     confidence_weight: float = 1.0
-    # [K] scale and shift of each slot's confidence, fitted on the validation rows when training ends; None: not fitted
-    confidence_lines: list[list[float]] | None = None
     # channels that share a correction of DFlash2's convolutions; None: there are none
     conv_group_size: int | None = None
     selector_rank: int = 0  # rank of DFlash2's selector; 0: none
@@ -64,9 +62,6 @@ class BlockConfig(HeadConfig):
             raise BadInput(f"sliding_window {self.sliding_window}: expected at least the {num_slots} slots of a block")
         if self.narrow_share > 1:
             raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
-        lines = self.confidence_lines
-        if lines is not None and [len(line) for line in lines] != [2] * self.num_depths:
-            raise BadInput(f"confidence_lines: expected a scale and a shift for each of {self.num_depths} slots")
         if self.selector_rank and (self.markov_rank or self.confidence):
             raise BadInput(
                 "selector_rank: not together with markov_rank or confidence: both choose by the token before"
@@ -118,9 +113,6 @@ class BlockNetwork(DraftHead):
         rank = config.markov_rank
         self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
-        lines = torch.tensor(config.confidence_lines or [[1.0, 0.0]] * config.num_depths).T  # [2, K]
-        self.register_buffer("confidence_lines", lines, persistent=False)
-        self.confidence_lines: Tensor
         self.candidate_selector = None
         if rank := config.selector_rank:
             sizes = target.vocab_size, self.num_drafted, size
@@ -215,12 +207,10 @@ class BlockNetwork(DraftHead):
         head = self.confidence_head
         return None if head is None else torch.stack([head(states) for states in self.unroll(batch, starts)], 2)
 
-    def calibrated(self, tensors: dict[str, Tensor], lines: ConfidenceLines) -> tuple[HeadConfig, dict[str, Tensor]]:
+    def calibrated(self, tensors: dict[str, Tensor], line: ConfidenceLine) -> dict[str, Tensor]:
         weight, bias = "confidence_head.proj.weight", "confidence_head.proj.bias"
-        scale, shift = lines.common.scale, lines.common.shift
-        moved = {weight: tensors[weight] * scale, bias: tensors[bias] * scale + shift}
-        by_slot = [[line.scale, line.shift] for line in lines.by_slot]
-        return replace(self.config, confidence_lines=by_slot), {**tensors, **moved}
+        moved = {weight: tensors[weight] * line.scale, bias: tensors[bias] * line.scale + line.shift}
+        return {**tensors, **moved}
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)

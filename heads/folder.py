@@ -16,7 +16,7 @@ from ..configs.jsonl import loads
 from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
-from .calibration import ConfidenceLines
+from .calibration import ConfidenceLine
 from .export.record import HeadRecord, read_head_config
 from .targets.stored import NUM_VALUES, fingerprint_of_values
 
@@ -45,7 +45,7 @@ def save_head(
     *,
     dtype: torch.dtype | None = None,
     training: dict[str, Any] | None = None,
-    confidence: ConfidenceLines | None = None,
+    confidence: ConfidenceLine | None = None,
 ) -> Path:
     """Write a head folder atomically: a head that was there before is replaced only when the new one is complete.
 
@@ -57,9 +57,9 @@ def save_head(
         confidence: calibrates what is stored.
     Returns: the folder.
     """
-    config, state = head.config, dict(merged_state(head))
+    state = dict(merged_state(head))
     if confidence is not None:
-        config, state = head.calibrated(state, confidence)
+        state = head.calibrated(state, confidence)
     tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state.items()}
     if head.vocabulary is not None:
         to_target = head.vocabulary.to_target.cpu()
@@ -67,7 +67,7 @@ def save_head(
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
     if training is not None:
         training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
-    record = HeadRecord(config.as_dict(), head.target.name, head.target.fingerprint, training)
+    record = HeadRecord(head.config.as_dict(), head.target.name, head.target.fingerprint, training)
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     with replacing_folder(Path(folder)) as temporary:

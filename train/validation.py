@@ -15,7 +15,7 @@ from ..eval.decoding.replay import default_steps
 from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead, LossOutput
-from ..heads.calibration import NUM_BINS, ConfidenceLines, count_accepted, fit_confidence
+from ..heads.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput
 from ..heads.target import Target
@@ -43,7 +43,7 @@ class ValidationResult:
     num_draft_tokens: int
     taught: AcceptancePart
     decoded: DecodedValidation | None = None
-    confidence: ConfidenceLines | None = None  # by which a confidence head is calibrated on these rows
+    confidence: ConfidenceLine | None = None  # by which a confidence head is calibrated on these rows
 
     def to_json(self) -> dict[str, Any]:
         """As docs/run_folder.md has it."""
@@ -86,7 +86,7 @@ class Validation:
     def measure(self) -> ValidationResult:
         """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
-        estimated = torch.zeros(2, self.backend.head.num_depths, NUM_BINS, device=self.backend.accelerator.device)
+        estimated = torch.zeros(2, NUM_BINS, device=self.backend.accelerator.device)
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, self.most_rows, self.config.batch_size):
@@ -120,11 +120,11 @@ class Validation:
             return head.loss(batch)
 
     def _estimated(self, head: DraftHead, batch: DraftBatch, forced: LossOutput) -> Tensor:
-        """[2, K, NUM_BINS] counts of `count_accepted`; zeros of a head that has no confidence head."""
+        """[2, NUM_BINS] counts of `count_accepted`; zeros of a head that has no confidence head."""
         with self.backend.autocast():
             logits = head.taught_confidence(batch, forced.starts)
         if logits is None:
-            return torch.zeros(2, head.num_depths, NUM_BINS, device=batch.input_ids.device)
+            return torch.zeros(2, NUM_BINS, device=batch.input_ids.device)
         return count_accepted(logits, forced.starts.valid, forced.hits)
 
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
