@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2022) by peft: on a head's own layers, merged when saved, or on the target's.
 
-peft is imported where adapters are made, and nowhere else.
+peft is imported where adapters are made, and nowhere else. Adapters that are served on the target, which are merged
+into it when it is loaded, are another thing: targets/served_adapter.py.
 """
 
 import copy
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .target import Target
+from .targets.served_adapter import PREFIX, WEIGHTS
 
 ADAPTER = "default"  # what peft calls the only adapter of a module
-PREFIX = "base_model.model."  # what peft puts before a module's name in its files
-WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int, key: str) -> None:

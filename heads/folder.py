@@ -67,7 +67,7 @@ def save_head(
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
     if training is not None:
         training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
-    record = HeadRecord(head.config.as_dict(), head.target.name, head.target.fingerprint, training)
+    record = HeadRecord(head.config.as_dict(), head.target.name, head.target.stored_fingerprint, training)
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     with replacing_folder(Path(folder)) as temporary:

@@ -42,6 +42,7 @@ class TargetConfig:
     # for a target too large for one GPU, as Accelerate takes it: `auto` spreads its layers over all GPUs of the machine
     # and then over host memory, for a single process; None: each process loads it on its own device
     device_map: str | dict[str, str | int] | None = None
+    adapter: LocalPath | None = None  # a folder of a LoRA adapter (peft), as served on the target; merged into it
     revision: str | None = None  # of the hub repository
     trust_remote_code: bool = False
 

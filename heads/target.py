@@ -22,6 +22,7 @@ from .targets.check import check_target, has_values
 from .targets.own_masks import MaskOf
 from .targets.parts import FrozenModel
 from .targets.runs import Entering
+from .targets.served_adapter import ServedAdapter
 
 MOST_DECODED = 256  # positions whose logits the decoder computes
 # attention of these kinds is computed as the model wants it only by kernels with transformers' own names
@@ -39,11 +40,9 @@ class Target(FrozenModel):
     is_sharded = False  # over processes, which must all call `forward` equally often
     prompt_chunk = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
 
-    def __init__(
-        self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
-    ):
-        """Raises BadInput if the model's outputs cannot be reproduced from its parts."""
-        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source)
+    def __init__(self, model: Any, *, name: str, fingerprint: str, **more: Any):
+        """Arguments as in `FrozenModel`. Raises BadInput if the model's outputs cannot be reproduced from its parts."""
+        super().__init__(model, name=name, fingerprint=fingerprint, **more)
         self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
         is_sparse = bool(SPARSE_ATTENTION & set(self.layer_types))
         self._needs_mask = bool(self._window or self.chunk or is_sparse)  # even where a token sees the whole cache
@@ -52,7 +51,7 @@ class Target(FrozenModel):
         self._cache_argument = cache_argument(self.base)
         self._entering = Entering(self.base, self.layers, self.is_repeated)
         self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
-        self.is_adapted = False  # whether it computes with a head's adapters, see adapters.TargetAdapter
+        self.is_adapted = False  # whether it computes with a head's own adapters, see adapters.TargetAdapter
         self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
         self._has_decoder: bool | None = False  # None: not determined yet
         if has_values(self.output_layer.weight):
@@ -70,19 +69,26 @@ class Target(FrozenModel):
         revision: str | None = None,
         trust_remote_code: bool = False,
         device_map: str | dict[str, str | int] | None = None,
+        adapter: str | Path | None = None,
     ) -> "Target":
-        """Load a target from a local folder, GGUF file or hub id; arguments as in `TargetConfig`.
+        """Load a target from a local folder, GGUF file or hub id, perhaps with an adapter; arguments as in
+        `TargetConfig`.
 
-        Raises: BadInput as `load_model` and the constructor."""
+        Raises: BadInput as `load_model`, `ServedAdapter` and the constructor."""
         config = TargetConfig(
             path=found_path(path),
             dtype=dtype,
             device_map=device_map,
+            adapter=None if adapter is None else str(adapter),
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        served = None if adapter is None else ServedAdapter.read(adapter)
         model, fingerprint = load_model(config, device=device)
-        return cls(model, name=config.path, fingerprint=fingerprint, source=config)
+        if served is not None:
+            served.check_base(config.path, fingerprint, num_layers=model.config.get_text_config().num_hidden_layers)
+            served.merge(model)
+        return cls(model, name=config.path, fingerprint=fingerprint, source=config, adapter=served)
 
     @property
     def decoder(self) -> CpuDecoder | JoinedDecoder | None:

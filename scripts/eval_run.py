@@ -55,8 +55,10 @@ class WantedSuites:
         chat = ChatOptions(system, thinking == "on" if thinking else None, variables)
         return cls(prompts, [parse_suite(spec) for spec in named], folder, chat)
 
-    def load(self, target: Target, *, max_new_tokens: int, limit: int | None) -> list[Suite]:
-        """All of them; those without a prompt that can be asked too, as long as another has one."""
+    def load(self, target: Target, *, max_new_tokens: int, limit: int | None, under: str = "") -> list[Suite]:
+        """All of them; those without a prompt that can be asked too, as long as another has one.
+
+        Args: under: the name of the target's adapter, which the suites' names then have."""
         chat = self.chat
         suites: list[Suite] = []
         names = [file_names(path) for path in self.prompts]
@@ -72,7 +74,7 @@ class WantedSuites:
             given = [f"{spec.name}={spec.path}"] if spec.path else []
             names += [[suite.name, *given] for suite in suites[len(names) :]]
         for suite, name in zip(suites, distinct_names(names), strict=True):
-            suite.name = name
+            suite.name = f"{name} under {under}" if under else name
         if not any(suite.prompts for suite in suites):
             raise NoUsablePrompt(suites[0])
         template = target.tokenizer.chat_template or ""
@@ -115,8 +117,6 @@ class EvalRun:
 
     def measure(self) -> tuple[list[Result], list[Row]]:
         """The results, and the rows of rounds.jsonl."""
-        if num := len(self.store):
-            warn(f"{self.store.path}: {num} batches of an unfinished measurement; those of these settings are kept")
         configs = [replace(self.config, batch_size=size) for size in self.batch_sizes]
         # a tree that a drafter does not draft, another one does: `WantedDrafts.load`
         drafts = [

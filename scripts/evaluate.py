@@ -43,6 +43,10 @@ def evaluate(
         str, TARGET(help="float32, bfloat16, float16, auto; default: as stored, on a CPU float32 where bf16 is slow.")
     ] = "",
     device: Annotated[str, TARGET(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
+    adapter: Annotated[
+        list[str] | None,
+        TARGET(help="Folder of a LoRA adapter (peft): measured under it too, as served with it. Repeatable."),
+    ] = None,
     head: Annotated[list[str] | None, DRAFTS(help="RUN/final, an exported head, or a hub id. Repeatable.")] = None,
     drafter: Annotated[
         list[str] | None,
@@ -121,6 +125,7 @@ def evaluate(
     Examples:
       headstart eval --target MODEL --head runs/a/final --prompts prompts.jsonl --output runs/a/eval
       headstart eval --target MODEL --drafter ngram --drafter draft-model:SMALLER --compare transformers ...
+      headstart eval --target MODEL --adapter loras/sql --adapter loras/support --head runs/a/final ...
       headstart eval --engine llama-server --server-bin BIN --target T.gguf --head HEAD.gguf --prompts prompts.jsonl ...
 
     Baseline and speculation run interleaved over the same prompts. The same command again continues a measurement that
@@ -133,6 +138,8 @@ def evaluate(
     from ..eval.decoding.draft_setting import chain
     from ..eval.decoding.replay import check_steps, default_steps
     from ..eval.measurement.config import MeasureConfig
+    from ..eval.measurement.measure import Row
+    from ..eval.measurement.result import Result
     from ..eval.measurement.resume import BatchStore
     from ..eval.measurement.servers.served import swept
     from ..eval.report.recommendation import is_lossless
@@ -140,8 +147,9 @@ def evaluate(
     from ..heads.loading import default_device
     from ..heads.target import Target
     from ..heads.targets.dtype import default_dtype
+    from .eval_adapters import named_adapters, with_adapter
     from .eval_drafts import WantedDrafts
-    from .eval_run import EvalRun, WantedSuites, held_out, measure_server, parse_yardstick, report_all
+    from .eval_run import EvalRun, WantedSuites, held_out, measure_server, parse_yardstick, report_all, warn
 
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
@@ -149,6 +157,9 @@ def evaluate(
     yardstick = parse_yardstick(compare, target)
     others = bool(drafter or tree or compare or batch_size or verify_cost)
     served = served_files(engine, server_bin, target, head or [], server_args, others=others)
+    adapters = named_adapters(adapter or [])
+    if adapters and (served or yardstick):
+        raise BadInput(f"--adapter {next(iter(adapters.values()))}: llama-server computes without it: leave one out")
     wanted = WantedSuites.of(
         prompts or [], suite or [], suites_dir, system=system, thinking=thinking, told=chat_template_kwargs
     )
@@ -177,21 +188,30 @@ def evaluate(
     )
     with OwnedFolder(output, command="headstart eval", settings=settings) as folder:
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
-        loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
-        suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit)
-        suites = [with_every_turn(suite, loaded, config, batch_size=max(batch_size or [1])) for suite in suites]
-        suites = held_out(suites, drafts.trees if drafts else [])
-        drafters = drafts.load(loaded) if drafts else []
         with BatchStore(folder.path, on_first=folder.keep) as store:
-            if drafts is None:
-                assert served is not None
-                lengths = swept(served) if num_draft_tokens is None else [num_draft_tokens]
-                results, rounds = measure_server(loaded, served, suites, config, lengths, store), []
-            else:
-                run = EvalRun(loaded, drafters, suites, config, batch_size or [1], drafts, store)
+
+            def measure(under: str, path: str | None) -> tuple[Target, list[Result], list[Row]]:
+                how = {"dtype": dtype or default_dtype(target, device), "device": device, "adapter": path}
+                loaded = Target.load(target, **how)
+                suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit, under=under)
+                suites = [with_every_turn(suite, loaded, config, batch_size=max(batch_size or [1])) for suite in suites]
+                suites = held_out(suites, drafts.trees if drafts else [])
+                if drafts is None:
+                    assert served is not None
+                    lengths = swept(served) if num_draft_tokens is None else [num_draft_tokens]
+                    return loaded, measure_server(loaded, served, suites, config, lengths, store), []
+                run = EvalRun(loaded, drafts.load(loaded), suites, config, batch_size or [1], drafts, store)
                 results, rounds = run.measure()
                 if compare:
                     results += run.compare_llama_server(yardstick) if yardstick else run.compare_transformers()
+                return loaded, with_adapter(results, loaded), rounds
+
+            if num := len(store):
+                warn(f"{store.path}: {num} batches of an unfinished measurement; those of these settings are kept")
+            adapted = [measure(name, path)[1:] for name, path in adapters.items()]  # one target in memory at a time
+            loaded, results, rounds = measure("", None)
+            results += [result for found, _ in adapted for result in found]
+            rounds += [row for _, raw in adapted for row in raw]
             folder.record(settings)
             report_all(loaded, results, rounds, folder.path)
             store.finish()

@@ -73,6 +73,7 @@ def plan(
     ] = 60.0,
     dtype: Annotated[str, Option(help="As for `headstart eval`.")] = "",
     device: Annotated[str, Option(help="cpu, cuda ...; default: cuda where there is one.")] = "",
+    adapter: Annotated[str, Option(help="Folder of a LoRA adapter (peft) with which the target is served.")] = "",
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a finished plan of other settings.")] = False,
 ) -> None:
     """Plan a deployment: expected speedup of each K and tree by batch size and context, and what to serve.
@@ -107,6 +108,8 @@ def plan(
     from .evaluate import torch_device
 
     rates = check_choices(head, drafter, synthetic_acceptance, head_type)
+    if adapter and served:
+        raise BadInput(f"--adapter {adapter}: llama-server computes without it: leave one out")
     if served and (not head or machine):
         raise BadInput(f"--served {served}: goes with --head, and without --machine")
     files_served = exported_files(served, server_bin, server_args) if served else None
@@ -130,7 +133,8 @@ def plan(
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
         started = time.perf_counter()
-        loaded = Target.load(target, dtype=dtype or default_dtype(target, device), device=device)
+        how = {"dtype": dtype or default_dtype(target, device), "device": device, "adapter": adapter or None}
+        loaded = Target.load(target, **how)
         budget = Budget(seconds, loading=time.perf_counter() - started)
         traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=None)[0]
         traffic = traffic.subset(evenly(len(traffic.prompts), limit))

@@ -136,7 +136,7 @@ def inputs_of(outline: Outline, path: str | Path) -> Inputs:
 
 
 WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are compared by their contents
-    "target": {"path", "device_map", "revision", "trust_remote_code"},
+    "target": {"path", "device_map", "adapter", "revision", "trust_remote_code"},
     "head": set[str](),
     "data": {"train", "features", "server", "validation", "num_workers"},
     "train": {"output_dir", "stop_at_step", "stop_after", "device", "log_every", "validate_every", "decode_prompts"}

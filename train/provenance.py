@@ -32,7 +32,7 @@ def record_start(path: Path, target: Target, data: TrainingData, *, num_processe
         "packages": {name: version(name) for name in PACKAGES},  # None: not installed
         "device": training_devices(),
         "num_processes": num_processes,
-        "target": {"name": target.name, "fingerprint": target.fingerprint},
+        "target": {"name": target.full_name, "fingerprint": target.fingerprint},
         "data": {**sizes, "sha256": [shard.sha256 for shard in manifest.shards], "states": states_record(data)},
     }
     write_json(path, [*read_starts(path), start])

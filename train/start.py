@@ -171,7 +171,7 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
     except BadInput as error:
         raise BadInput(f"train.start_from: {error}") from error
     before, now = head_record(folder), head.config.as_dict()
-    if before.fingerprint not in (None, target.fingerprint):
+    if before.fingerprint not in (None, target.stored_fingerprint):
         name = before.target_name
         console.print(f"train.start_from: a head of another target, {name}; it goes on for {target.name}")
     changed = [key for key, value in before.head.items() if now.get(key) != value]

@@ -49,6 +49,7 @@ def load_target(run: RunConfig, accelerator: Accelerator, console: Console) -> T
     if run.train.shard_target:
         check_shardable(run, accelerator)
     if data.server is not None:
+        check_unadapted(run.target, "data.server")
         if data.validation and run.train.decode_prompts:
             problem = f"train.decode_prompts {run.train.decode_prompts}: decoding takes the target's layers"
             raise BadInput(f"{problem}, which data.server spares: leave it out")
@@ -83,6 +84,12 @@ def without_layers(
     return Target.load(**vars(config))
 
 
+def check_unadapted(config: TargetConfig, key: str) -> None:
+    """Raises BadInput if the target has an adapter. Args: key: of the server that gives its states."""
+    if config.adapter is not None:
+        raise BadInput(f"target.adapter {config.adapter}: the server of {key} gives states without it: leave one out")
+
+
 def check_shardable(run: RunConfig, accelerator: Accelerator) -> None:
     """Raises BadInput if the target of the run cannot, or need not, be sharded over its processes."""
     whys = {
@@ -91,6 +98,7 @@ def check_shardable(run: RunConfig, accelerator: Accelerator) -> None:
         "training from data.features needs no layers: leave it out": run.data.features is not None,
         "training from data.server needs no layers: leave it out": run.data.server is not None,
         f"head {run.head.type} reads the layers' weights itself": reads_layers(run.head),
+        "an adapter is merged into whole layers: leave target.adapter out": run.target.adapter is not None,
         "sharded layers cannot decode: leave train.decode_prompts out": bool(run.train.decode_prompts),
     }
     if why := next((why for why, holds in whys.items() if holds), None):

@@ -33,6 +33,7 @@ class TrainingRecord:
     prompt_ending: PromptEnding | None
     target_dtype: str
     target_quantization: str | None
+    target_adapter: str | None  # the folder of the target's served adapter
     answers: list[AnswerSettings] | None
     steps: int = 0  # done
     validation: ValidationResult | None = None  # of that step
@@ -49,6 +50,7 @@ class TrainingRecord:
             prompt_ending=shown,
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
+            target_adapter=None if target.adapter is None else target.adapter.path,
             answers=answer_settings(data.config.train),
         )
 

@@ -43,6 +43,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str | None = None  # None: cuda where there is one
     revision: str | None = None
+    adapter: LocalPath | None = None  # a folder of a LoRA adapter (peft): the target answers as served with it
     batch_size: int = 32
     head: LocalPath | None = None  # a head that drafts: the same answers, up to rounding, in fewer forwards
 

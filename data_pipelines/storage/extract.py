@@ -237,7 +237,7 @@ def fields_of(target: Target, reads: Reads, config: ExtractConfig, origin: dict[
         "storage_dtype": config.storage_dtype,
         "dtype": str(target.dtype).removeprefix("torch."),
         "hidden_size": target.hidden_size,
-        "target": target.name,
+        "target": target.full_name,
         "target_fingerprint": target.fingerprint,
         "target_config_hash": config_hash(target.config),
         "output": asdict(target.output_use),

@@ -134,7 +134,7 @@ def check_features(
         raise BadInput(f"{where}: holds token ids only; `headstart data extract` writes the target's states")
     if manifest["target_fingerprint"] != target.fingerprint:
         extracted = f"{manifest['target']} (fingerprint {manifest['target_fingerprint'][:12]})"
-        raise BadInput(f"{where}: target {extracted}, not {target.name} ({target.fingerprint[:12]})")
+        raise BadInput(f"{where}: target {extracted}, not {target.full_name} ({target.fingerprint[:12]})")
     if manifest.get("target_config_hash") != config_hash(target.config):
         raise BadInput(f"{where}: target {manifest['target']} has another config.json now")
     if wanted.layers and tuple(manifest["layers"]) != wanted.layers:

@@ -13,6 +13,7 @@ from ...heads.decoders.cpu.build import instruction_set
 from ...heads.decoders.cpu.decoder import CpuDecoder
 from ...heads.loading import quantization
 from ...heads.target import Target
+from ...heads.targets.served_adapter import AdapterInfo
 from .bandwidth import copy_bandwidth
 
 
@@ -51,8 +52,9 @@ class TargetInfo:
     """The measured target, and how it was loaded."""
 
     name: str
-    fingerprint: str  # of the stored weights
-    is_adapted: bool = False  # whether it computed with the measured head's adapters
+    fingerprint: str  # of the stored weights, and of the adapter
+    adapter: AdapterInfo | None = None  # that was merged into it
+    is_adapted: bool = False  # whether it computed with the measured head's own adapters
     architecture: str | None = None
     num_parameters: int | None = None
     dtype: str | None = None
@@ -70,6 +72,7 @@ class TargetInfo:
         return cls(
             name=target.name,
             fingerprint=target.fingerprint,
+            adapter=None if target.adapter is None else target.adapter.info,
             is_adapted=target.is_adapted,
             architecture=type(target.model).__name__,
             num_parameters=sum(p.numel() for p in target.model.parameters()),

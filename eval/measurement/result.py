@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from ...configs.errors import BadInput
 from ...configs.typed import read_json
+from ...heads.targets.served_adapter import AdapterInfo
 from ..suites.prompts import FailedPrompt
 from .lossless import LosslessReport
 from .metrics import AcceptancePart, Calibration, Conventions, Ends
@@ -179,6 +180,7 @@ class Result:
     engine: str
     drafter: str
     suite: str
+    adapter: AdapterInfo | None = None  # of the target, merged into it; None: the target itself
     suite_version: int | None
     suite_digest: str
     system: str | None

@@ -50,11 +50,11 @@ class HeadRecord:
         return known if self.training is None else {**known, "training": self.training}
 
     def check_target(self, folder: str | Path, target: Target) -> None:
-        """Raises BadInput if the head was trained on another target."""
-        if self.fingerprint is not None and self.fingerprint != target.fingerprint:
+        """Raises BadInput if the head was trained on another target; a served adapter makes none of it."""
+        if self.fingerprint is not None and self.fingerprint != target.stored_fingerprint:
             raise BadInput(
                 f"head {folder}: trained on target {self.target_name} (fingerprint {self.fingerprint[:12]}), "
-                f"not on {target.name} ({target.fingerprint[:12]})"
+                f"not on {target.name} ({target.stored_fingerprint[:12]})"
             )
 
 

@@ -16,6 +16,7 @@ from .check import find_output_use
 from .output_use import parts_beside
 from .parts import OutputUse
 from .reading import WeightReader
+from .served_adapter import ServedAdapter
 from .stored import DTYPES, StoredTensor, fingerprint_of_stored, stored_tensors
 
 PLAIN = ("F64", "F32", "F16", "BF16")  # weights that are not quantised
@@ -38,14 +39,19 @@ class BareTarget(Target):
             such model, or it is damaged.
         """
         path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
+        adapter = None if source.adapter is None else ServedAdapter.read(source.adapter)
+        num_layers = config.get_text_config().num_hidden_layers
         stored = stored_tensors(path, revision=source.revision)
         kinds = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
         dtype = config.dtype or next(kinds, None)
         try:
             model = empty_model(source, dtype=dtype)
             with torch.device("meta"), quiet_loading():
-                fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
-                target = cls(model, name=source.path, fingerprint=fingerprint, source=source)
+                fingerprint = fingerprint_of_stored(stored, num_layers=num_layers)
+                if adapter is not None:  # it changes none of the parts that are read
+                    adapter.check_base(path, fingerprint, num_layers=num_layers)
+                    adapter.layers_in(model)
+                target = cls(model, name=source.path, fingerprint=fingerprint, source=source, adapter=adapter)
             target._use(use)
             with quiet_loading():
                 target._read(stored, dtype)

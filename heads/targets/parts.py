@@ -19,6 +19,7 @@ from .end_tokens import as_ids, contradiction, said_ends
 from .own_masks import MaskOf, OwnMasks
 from .row_rotary import TWO_SETS, RowRotary
 from .runs import LAYER_LISTS, found_layers
+from .served_adapter import ServedAdapter
 
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length")  # config keys
@@ -38,13 +39,27 @@ class FrozenModel:
     """A Hugging Face causal language model in evaluation mode, and its parts under uniform names."""
 
     def __init__(
-        self, model: Any, *, name: str, fingerprint: str, tokenizer: Any = None, source: TargetConfig | None = None
+        self,
+        model: Any,
+        *,
+        name: str,
+        fingerprint: str,
+        tokenizer: Any = None,
+        source: TargetConfig | None = None,
+        adapter: ServedAdapter | None = None,
     ):
-        """Args: source: the config that it was loaded by; None: it was made in memory.
+        """
+        Args:
+            fingerprint: of the weights as stored, without the adapter.
+            source: the config that it was loaded by; None: it was made in memory.
+            adapter: that was merged into the weights, if any.
+
         Raises: BadInput if no decoder layers are found.
         """
         self.model = model.eval().requires_grad_(False)
-        self.name, self.fingerprint = name, fingerprint
+        self.name, self.adapter = name, adapter
+        self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
+        self.fingerprint = fingerprint if adapter is None else adapter.fingerprint_on(fingerprint)
         self._tokenizer, self._source = tokenizer, source
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
@@ -87,6 +102,11 @@ class FrozenModel:
             self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
+
+    @property
+    def full_name(self) -> str:
+        """Its name, and its adapter's."""
+        return self.name if self.adapter is None else f"{self.name} with adapter {self.adapter.path}"
 
     @property
     def output_use(self) -> OutputUse:

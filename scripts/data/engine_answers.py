@@ -35,7 +35,7 @@ def by_engine(config: RegenerateConfig) -> tuple[Answerer, dict[str, Any]]:
     engine = config.engine
     device = engine.device or default_device()
     dtype = default_dtype(config.target, device) if engine.dtype == "auto" else engine.dtype
-    target = Target.load(config.target, dtype=dtype, device=device, revision=engine.revision)
+    target = Target.load(config.target, dtype=dtype, device=device, revision=engine.revision, adapter=engine.adapter)
     head = None if engine.head is None else load_head(engine.head, target)
     answer = EngineAnswers(target, head, batch_size=engine.batch_size)
     samplings = source_samplings(read_sources(config.sources, AskedSource), config.sampling)

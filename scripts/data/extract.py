@@ -65,7 +65,7 @@ def extract(
     from ...train.config import TrainConfig, load_inputs
     from ...train.data import encode_into, held_by_main, on_main
     from ...train.launch import runs_on_cpu, start_accelerator
-    from ...train.target import reads_of, why_built_with_layers, without_layers
+    from ...train.target import check_unadapted, reads_of, why_built_with_layers, without_layers
     from .extract_served import ExtractEngine
     from .extract_served import clear_server_files as clear_served
 
@@ -78,6 +78,7 @@ def extract(
     console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
     source = run.target if by.is_vllm else with_default_dtype(run.target, "cpu" if runs_on_cpu(launched) else "cuda")
     if by.is_vllm:
+        check_unadapted(source, "--engine vllm")
         target = without_layers(source, console, key="--engine vllm", why=why_built_with_layers(run.head))
     else:
         target = Target.load(**vars(source))

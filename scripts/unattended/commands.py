@@ -92,6 +92,9 @@ def refit(
     *,
     target: Annotated[str, HEAD(help="The target of the head: local folder or hub id.")],
     head: Annotated[str, HEAD(help="The head that is deployed now: folder or hub id.")],
+    adapter: Annotated[
+        str, HEAD(help="Folder of a LoRA adapter (peft) with which the target served the traffic.")
+    ] = "",
     traffic: Annotated[str, HEAD(help="What was served: JSONL of requests with their responses, or of chats.")],
     replay: Annotated[str, HEAD(help="JSONL of rows that the head was trained on, so that it does not forget.")] = "",
     replay_share: Annotated[
@@ -137,6 +140,7 @@ def refit(
     settings = RefitSettings(
         target=target,
         head=head,
+        adapter=adapter,
         traffic=traffic,
         replay=replay,
         replay_share=replay_share,
@@ -147,7 +151,7 @@ def refit(
         device=device,
         launcher=launcher,
         seed=seed,
-        rows=files_digest([path for path in (traffic, replay, *weights, target) if path]),
+        rows=files_digest([path for path in (traffic, replay, *weights, target, adapter) if path]),
     )
     with open_session(RefitRun, RefitJournal, "headstart refit", output, settings) as run:
         run_stages(run, REFIT, write_refit_page)

@@ -159,12 +159,12 @@ def compare_group(
 # The decision
 
 
-def decide_between(compared: Sequence[Compared], *, head: str, new_head: str) -> Decision:
+def decide_between(compared: Sequence[Compared], *, head: str, new_head: str, adapter: str = "") -> Decision:
     """Decides between the old head and the new one.
 
     Args:
         compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
-        head, new_head: folders, for the commands.
+        head, new_head, adapter: folders, for the commands.
     """
     whole = {part.traffic: part for part in compared if part.domain == ALL}
     new, old = whole["new"], whole.get("old")
@@ -193,8 +193,9 @@ def decide_between(compared: Sequence[Compared], *, head: str, new_head: str) ->
     ]
     if not (is_better and keeps):
         return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
+    under = f"--adapter {quote(adapter)} " if adapter else ""
     commands = [
-        f"headstart eval --target TARGET --drafter head:{quote(head)} --drafter head:{quote(new_head)} "
+        f"headstart eval --target TARGET {under}--drafter head:{quote(head)} --drafter head:{quote(new_head)} "
         "--prompts data/held_out.jsonl --output EVAL",
         f"headstart export {quote(new_head)} SERVED --to ENGINE --target TARGET",
     ]

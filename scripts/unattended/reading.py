@@ -222,7 +222,8 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     @cached_property
     def target(self) -> Target:
         settings = self.settings
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
+        how = {"dtype": settings.dtype, "device": settings.device, "adapter": settings.adapter or None}
+        target = Target.load(settings.target, **how)
         pack_linears(target.base)
         return target
 

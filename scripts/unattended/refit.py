@@ -248,7 +248,8 @@ def decide(run: RefitRun) -> Decision:
     """Decides between the old head and the new one."""
     journal, foreign, plan = run.journal, run.journal.foreign, run.journal.plan
     assert foreign is not None and plan is not None
-    decision = decide_between(journal.compared, head=run.settings.head, new_head=journal.head)
+    old, adapter = run.settings.head, run.settings.adapter
+    decision = decide_between(journal.compared, head=old, new_head=journal.head, adapter=adapter)
     if not plan.more_tokens:
         decision.cautions.extend(coverage_cautions(journal.drift))
     if foreign.origins:

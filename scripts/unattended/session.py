@@ -36,6 +36,11 @@ class Settings:
     launcher: str  # command that starts Python for training; empty: none
     seed: int
 
+    @property
+    def target_section(self) -> dict[str, str]:
+        """Which target, in run configs."""
+        return {"path": self.target}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoSettings(Settings):
@@ -55,12 +60,17 @@ class RefitSettings(Settings):
     """Those of `headstart refit`."""
 
     head: str
+    adapter: str  # folder of the target's adapter; empty: none
     traffic: str
     replay: str
     replay_share: float
     temperature: float | None
     max_length: int
-    rows: str  # digest of the files `traffic` and `replay`, of the head's files and the target's
+    rows: str  # digest of the files `traffic` and `replay`, of the head's files, the target's and the adapter's
+
+    @property
+    def target_section(self) -> dict[str, str]:
+        return {"path": self.target, **({"adapter": self.adapter} if self.adapter else {})}
 
 
 S = TypeVar("S", bound=Settings)

@@ -86,7 +86,7 @@ def write_run(
         "keep_checkpoints": 1,
     }
     config = {
-        "target": {"path": settings.target, "dtype": dtype},
+        "target": {**settings.target_section, "dtype": dtype},
         "head": head,
         "data": {**data, "layout": "bucketed"},
         "train": {**same, **train},
