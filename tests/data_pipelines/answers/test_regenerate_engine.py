@@ -200,3 +200,18 @@ def test_a_tokenizer_without_chat_template_is_refused(command, saved_target, tmp
     with pytest.raises(BadInput, match="no chat template to ask with"):
         command(f"target={saved_target}", f"output={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
+
+
+def test_with_an_adapter_the_answers_are_those_that_it_serves(command, chat_target, lora, tmp_path):
+    adapter = lora(chat_target)
+    how = ["sampling.temperature=0", "num_rows=4"]
+    command(f"output={tmp_path / 'base'}", *how)
+    command(f"output={tmp_path / 'adapted'}", f"engine.adapter={adapter}", *how)
+    base, adapted = (read_jsonl(tmp_path / name / "answers.jsonl") for name in ("base", "adapted"))
+    assert [row["messages"] for row in base] != [row["messages"] for row in adapted]
+    by_hand = EngineAnswers(Target.load(chat_target, adapter=adapter))
+    for row in adapted:
+        [answer] = by_hand([ChatRequest(row["messages"][:-1], None, GREEDY, 0)])
+        assert answer.message == row["messages"][-1]
+    with pytest.raises(BadInput, match="target_fingerprint"):
+        command(f"output={tmp_path / 'adapted'}", *how)

@@ -52,7 +52,10 @@ def rewritten(adapter, folder, change, **keys):
         {},
         {"use_rslora": True},
         {"target_modules": ["q_proj", "down_proj"]},
-        {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}},
+        {
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 3},
+            "alpha_pattern": {"layers.1.self_attn.q_proj": 5},
+        },
     ],
     ids=["plain", "rsLoRA", "two layers", "patterns"],
 )

@@ -68,10 +68,11 @@ def worded_target(chat_target):
 
 @pytest.fixture
 def served_by(worded_target):
-    """served_by("greetings", 20): a target's answers to as many prompts of a domain; `by` another one's, at random."""
-    target = Target.load(worded_target)
+    """served_by("greetings", 20): a target's answers to as many prompts of a domain; `by` another one's, at random;
+    `adapter`: its folder, of the target that served."""
 
-    def answered(domain, count, *, by="target", temperature=0.0):
+    def answered(domain, count, *, by="target", temperature=0.0, adapter=None):
+        target = Target.load(worded_target, adapter=adapter)
         source = random.Random(domain)
         first = 4 + source.randrange(20)
         asked = [" ".join(f"w{first + source.randrange(30):02}" for _ in range(3)) for _ in range(count)]

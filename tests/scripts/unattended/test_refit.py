@@ -16,8 +16,8 @@ def journal_of(folder):
 def refit(headstart, worded_target, head_folder, in_process, tmp_path):
     """refit(traffic, replay): exit code, what was said, and refit.json, None where there is none."""
 
-    def call(traffic, replay=None, line="--budget 60s --max-length 64"):
-        folder = tmp_path / "refit"
+    def call(traffic, replay=None, line="--budget 60s --max-length 64", output="refit"):
+        folder = tmp_path / output
         files = ["--traffic", traffic, *([] if replay is None else ["--replay", replay]), "--output", folder]
         code, out, err = headstart(f"refit {line}", "--target", worded_target, "--head", head_folder, *files)
         return code, out + err, journal_of(folder) if (folder / "refit.json").exists() else None
@@ -117,3 +117,30 @@ def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatc
     assert [each["share"] for each in found["shares"]] == [0.0, *SHARES]
     assert all(found[key] == before[key] for key in ("found", "own", "foreign", "drift", "plan"))
     assert found["decision"] is not None
+
+
+def test_what_an_adapter_served_is_foreign_to_the_target_without_it(refit, served_by, file_of, lora, worded_target):
+    logs = file_of("logs", served_by("new", 20, adapter=lora(worded_target, lora_alpha=64)))
+    code, said, found = refit(logs)
+    assert code == 0 and found["decision"]["headline"] == comparing.STAYS, said
+    assert "are this target's: too few to learn from. Is it the target that served them?" in said
+
+
+@pytest.mark.slow
+def test_a_head_of_the_base_learns_on_from_what_an_adapter_served(
+    refit, served_by, file_of, lora, worded_target, tmp_path
+):
+    adapter = lora(worded_target)
+    logs = file_of("logs", served_by("new", 40, adapter=adapter))
+    code, said, found = refit(logs, line=f"--budget 60s --max-length 64 --adapter {adapter}")
+    assert code == 0 and found["foreign"]["origins"] == [], said
+    written = (tmp_path / "refit" / "refit.yaml").read_text()
+    assert f"adapter: {adapter}" in written
+    record = json.loads((tmp_path / "refit" / "head" / "config.json").read_text())["headstart"]
+    assert record["training"]["target_adapter"] == str(adapter)
+    [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
+    assert whole["conversations"] == 13 and whole["ratio"] is not None
+    if found["decision"]["deploy"]:
+        assert any(f"--adapter {adapter}" in command for command in found["decision"]["commands"])
+    code, said, _ = refit(logs, output="refit")
+    assert code == 2 and "started with" in said, "another adapter is another run"

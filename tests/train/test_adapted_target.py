@@ -1,0 +1,72 @@
+"""Training on a target with a served adapter: on its own states, live or stored, and on from its base's head."""
+
+import json
+
+import pytest
+import yaml
+from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_appended
+from headstart.heads.registry import head_record, load_head
+from headstart.heads.target import Target
+from headstart.scripts.data.extract import extract
+
+
+@pytest.fixture
+def extracted(world, tmp_path):
+    """extracted(name, "key=value", ...): float32 states for a head, in tmp_path/name."""
+
+    def make(name, *overrides):
+        config = {
+            "target": {"path": str(world / "target")},
+            "head": {"type": "eagle3", "num_depths": 3},
+            "data": {"train": str(world / "rows.jsonl")},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        extract(str(path), tmp_path / name, list(overrides), storage_dtype="float32", device="cpu")
+        return tmp_path / name
+
+    return make
+
+
+def losses(folder):
+    return [row["loss"] for row in read_appended(folder / "metrics.jsonl")]
+
+
+def test_states_are_those_of_the_adapted_target_and_of_no_other(run, extracted, world, lora):
+    adapter = lora(world / "target")
+    under = f"target.adapter={adapter}"
+    of_base, of_adapted = extracted("of_base"), extracted("of_adapted", under)
+    online = run("eagle3", "online", under)
+    offline = run("eagle3", "offline", under, f"data.features={of_adapted}")
+    assert losses(online) == pytest.approx(losses(offline), rel=5e-4) != losses(run("eagle3", "base"))
+    for refused in ([under, f"data.features={of_base}"], [f"data.features={of_adapted}"]):
+        with pytest.raises(
+            BadInput, match=r"data\.features .*: target .*\(fingerprint .* with adapter|with adapter.* not"
+        ):
+            run("eagle3", "refused", *refused)
+    with pytest.raises(BadInput, match="holds a run on another target"):
+        run("eagle3", "online")
+    record = json.loads((online / "final" / "config.json").read_text())["headstart"]["training"]
+    assert record["target_adapter"] == str(adapter)
+
+
+def test_a_head_of_the_base_goes_on_under_an_adapter_and_back(run, world, lora, capsys):
+    before = run("eagle3", "before")
+    after = run("eagle3", "after", f"target.adapter={lora(world / 'target')}", f"train.start_from={before / 'final'}")
+    base = Target.load(world / "target")
+    assert head_record(after / "final").fingerprint == base.fingerprint
+    assert "another target" not in "".join(capsys.readouterr())
+    load_head(after / "final", base)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("data.server=http://localhost:1", r"target\.adapter .*: the server of data\.server gives states without it"),
+        ("target.adapter=gone", "adapter gone: no such folder"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(run, world, lora, change, problem):
+    with pytest.raises(BadInput, match=problem):
+        run("eagle3", "refused", f"target.adapter={lora(world / 'target')}", change)
