@@ -191,8 +191,8 @@ def evaluate(
         with BatchStore(folder.path, on_first=folder.keep) as store:
 
             def measure(under: str, path: str | None) -> tuple[Target, list[Result], list[Row]]:
-                how = {"dtype": dtype or default_dtype(target, device), "device": device, "adapter": path}
-                loaded = Target.load(target, **how)
+                computed = dtype or default_dtype(target, device)
+                loaded = Target.load(target, dtype=computed, device=device, adapter=path)
                 suites = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=limit, under=under)
                 suites = [with_every_turn(suite, loaded, config, batch_size=max(batch_size or [1])) for suite in suites]
                 suites = held_out(suites, drafts.trees if drafts else [])

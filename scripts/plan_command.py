@@ -133,8 +133,8 @@ def plan(
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
         started = time.perf_counter()
-        how = {"dtype": dtype or default_dtype(target, device), "device": device, "adapter": adapter or None}
-        loaded = Target.load(target, **how)
+        computed = dtype or default_dtype(target, device)
+        loaded = Target.load(target, dtype=computed, device=device, adapter=adapter or None)
         budget = Budget(seconds, loading=time.perf_counter() - started)
         traffic = wanted.load(loaded, max_new_tokens=max_new_tokens, limit=None)[0]
         traffic = traffic.subset(evenly(len(traffic.prompts), limit))

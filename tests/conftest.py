@@ -165,21 +165,27 @@ def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def lora(tmp_path: Path) -> Callable[..., Path]:
-    """lora(target's folder, seed=1, **LoraConfig): the folder of an adapter of it as peft writes it, that changes all
-    linear layers of the decoder unless told otherwise."""
+@pytest.fixture(scope="session")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """lora(target's folder, seed=1, **LoraConfig): the new folder of an adapter of it, as peft writes it, that changes
+    all linear layers of the decoder unless told otherwise."""
 
     def write(folder: Path, *, seed: int = 1, **config: Any) -> Path:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(seed)
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**settings))
+        settings: dict[str, Any] = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": "all-linear",
+            "task_type": "CAUSAL_LM",
+            **config,
+        }
+        model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**settings))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.15)
-        written = tmp_path / f"lora-{seed}-{len(list(tmp_path.glob('lora-*')))}"
+        written = tmp_path_factory.mktemp(f"lora-{seed}-")
         model.save_pretrained(written)
         return written
 

@@ -53,14 +53,17 @@ def shown(page: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def world(saved_target, tmp_path_factory):
-    """A folder with what the pages name: MODEL, SMALLER, rows, a trained, an exported and a published head."""
+def world(saved_target, lora, tmp_path_factory):
+    """A folder with what the pages name: MODEL, SMALLER, adapters, rows, a trained, an exported and a published
+    head."""
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(saved_target, folder / "MODEL")
     tokenizer = AutoTokenizer.from_pretrained(folder / "MODEL")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "MODEL")
     shutil.copytree(folder / "MODEL", folder / "SMALLER")
+    for name in ("sql", "support"):
+        shutil.copytree(lora(folder / "MODEL"), folder / "loras" / name)
     asked = [f"w{20 + i} w{3 + i}" for i in range(12)]
     chats = [[("user", one), ("assistant", f"{one} w7 w8 w9 w{13 + i} w14 w15")] for i, one in enumerate(asked)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]

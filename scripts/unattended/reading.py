@@ -222,8 +222,8 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     @cached_property
     def target(self) -> Target:
         settings = self.settings
-        how = {"dtype": settings.dtype, "device": settings.device, "adapter": settings.adapter or None}
-        target = Target.load(settings.target, **how)
+        adapter = settings.adapter or None
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
         pack_linears(target.base)
         return target
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_merged_logits_are_those_of_peft(saved_target, lora, config):
 
 def test_layers_whose_weights_lie_the_other_way_are_merged_too(tmp_path, lora):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path / "gpt2")
     adapter = lora(tmp_path / "gpt2", target_modules=["c_attn", "c_proj"])
     ours, theirs = our_logits(Target.load(tmp_path / "gpt2", adapter=adapter)), peft_logits(tmp_path / "gpt2", adapter)
