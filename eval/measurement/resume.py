@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
@@ -89,10 +90,13 @@ class BatchStore:
         write_text(self.path, "".join(lines))
 
     def digest_of(self, drafter: Any) -> str:
-        """`identity` of a drafter, computed once."""
-        if id(drafter) not in self._digests:
-            self._digests[id(drafter)] = identity(drafter)
-        return self._digests[id(drafter)]
+        """`identity` of a drafter, computed once as long as it lives: later another one may have its place in memory."""
+        key = id(drafter)
+        if key not in self._digests:
+            self._digests[key] = identity(drafter)
+            if drafter is not None:
+                weakref.finalize(drafter, self._digests.pop, key, None)
+        return self._digests[key]
 
     def _open(self) -> BinaryIO:
         """Open and index the file; an incomplete last line, left by a kill, is cut off. Raises as `__enter__`."""

@@ -273,3 +273,11 @@ def num_lines(path: Path) -> int:
 def read_rounds(folder):
     rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return [row for row in rows if row["tree"] == "chain"]
+
+
+def test_a_drafter_in_the_memory_of_one_that_is_gone_has_its_own_digest(tmp_path):
+    """As with `--adapter`, where each target has its own drafters, one after the other."""
+    with BatchStore(tmp_path) as store:
+        for most in range(20):  # of which most get the place of the one before
+            assert store.digest_of(drafter := NgramDrafter(most + 1)) == identity(drafter)
+            del drafter
