@@ -90,7 +90,7 @@ class BatchStore:
         write_text(self.path, "".join(lines))
 
     def digest_of(self, drafter: Any) -> str:
-        """`identity` of a drafter, computed once as long as it lives: later another one may have its place in memory."""
+        """`identity` of a drafter, computed once while it lives: another one may get its place in memory later."""
         key = id(drafter)
         if key not in self._digests:
             self._digests[key] = identity(drafter)
