@@ -23,54 +23,6 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.jso
 CHAT_FILES = ("chat_template*", "generation_config.json")
 
 
-def write_model(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
-    source = target_folder(head)
-    if head.own.get("parallel") and to == "sglang":
-        raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
-    no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # a draft model has none of the target's MTP
-    write_config(folder, {**head.config, **no_modules, **head.provenance})
-    write_tensors(folder, head.tensors)
-    for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-    write_ends(folder)
-
-
-def contract_of(folder: Path, config: Mapping[str, Any], stored: TensorFiles) -> Contract:
-    """All tensors of transformers' model for the config, and a tokenizer."""
-    contract = Contract("draft model")
-    if "auto_map" in config:
-        contract.problems.append("auto_map: asks engines to run code of the folder")
-        return contract
-    has_tokenizer = any(folder.glob("tokenizer*"))
-    contract.report(not has_tokenizer, "tokenizer.json: missing; engines compare it with the target's")
-    try:
-        with quiet_loading(), torch.device("meta"):
-            made = AutoConfig.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_config(made)
-    except Exception as error:  # whatever a config class raises
-        contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
-        return contract
-    token, size, key = config.get("pard_token"), made.get_text_config().vocab_size, "pard_token"
-    is_parallel = trained_config(config).get("parallel")
-    contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
-    outside = token is not None and (type(token) is not int or not 0 <= token < size)
-    contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
-    architectures, own = config.get("architectures"), [type(model).__name__]
-    contract.report(architectures != own, f"architectures: found {architectures}, expected {own}")
-    tied = (
-        set(getattr(model, "all_tied_weights_keys", {}))
-        if getattr(made.get_text_config(), "tie_word_embeddings", False)
-        else set()
-    )
-    state = model.state_dict()
-    contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
-    contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}
-    return contract
-
-
 class DraftLMServing(Serving):
     engines = ("vllm", "sglang", "hf", "llama.cpp")
     order = 6  # any causal language model
@@ -83,13 +35,49 @@ class DraftLMServing(Serving):
         return "forcausallm" in str(config.get("architectures")).lower()
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
-        return contract_of(folder, config, stored)
+        """All tensors of transformers' model for the config, and a tokenizer."""
+        contract = Contract("draft model")
+        if "auto_map" in config:
+            contract.problems.append("auto_map: asks engines to run code of the folder")
+            return contract
+        has_tokenizer = any(folder.glob("tokenizer*"))
+        contract.report(not has_tokenizer, "tokenizer.json: missing; engines compare it with the target's")
+        try:
+            with quiet_loading(), torch.device("meta"):
+                made = AutoConfig.from_pretrained(folder)
+                model = AutoModelForCausalLM.from_config(made)
+        except Exception as error:  # whatever a config class raises
+            contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
+            return contract
+        token, size, key = config.get("pard_token"), made.get_text_config().vocab_size, "pard_token"
+        is_parallel = trained_config(config).get("parallel")
+        contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
+        outside = token is not None and (type(token) is not int or not 0 <= token < size)
+        contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
+        architectures, own = config.get("architectures"), [type(model).__name__]
+        contract.report(architectures != own, f"architectures: found {architectures}, expected {own}")
+        is_tied, state = getattr(made.get_text_config(), "tie_word_embeddings", False), model.state_dict()
+        tied = set(getattr(model, "all_tied_weights_keys", {})) if is_tied else set()
+        contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
+        contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}
+        return contract
 
     def method_of(self, file: GgufFile) -> str | None:
         return "draft_lm"
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
-        write_model(head, folder, to=to)
+        """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
+        source = target_folder(head)
+        if head.own.get("parallel") and to == "sglang":
+            raise BadInput(f"head {head.path}: parallel: SGLang drafts token by token: export to vllm")
+        no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # it has none of the target's MTP
+        write_config(folder, {**head.config, **no_modules, **head.provenance})
+        write_tensors(folder, head.tensors)
+        for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
+            for path in sorted(source.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+        write_ends(folder)
 
     def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        return parallel_refusals(config, names)
+        return parallel_refusals(config)

@@ -5,7 +5,6 @@ only of a target whose embedding module scales its table, the scaled one is in a
 bare one.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +45,32 @@ class EagleServing(Serving):
         return "eagle" in str(config.get("architectures")).lower() or "fc.weight" in stored.shapes
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
-        return contract_of(config)
+        contract = Contract("eagle")
+        architectures = config.get("architectures") or []
+        contract.report(
+            architectures[:1] != ["LlamaForCausalLMEagle"] or "LlamaForCausalLM" not in architectures,
+            f"architectures: found {architectures}: SGLang reads LlamaForCausalLMEagle from the first place, and vLLM "
+            "loads it only with LlamaForCausalLM behind it",
+        )
+        llama_keys(config, contract)
+        sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers"))
+        if sizes is None:
+            return contract
+        hidden = sizes["hidden_size"]
+        contract.shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
+        for i in range(sizes["num_hidden_layers"]):
+            norms = ["post_attention_layernorm"] if i == 0 else ["input_layernorm", "post_attention_layernorm"]
+            contract.shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=norms)
+        contract.zero = [] if trained_config(config).get("bias") else ["fc.bias"]
+        contract.forbidden = {
+            "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
+            "norm.weight": "there is no norm behind the last layer",
+            "lm_head.weight": "the output layer is the target's",
+            "embed_tokens.weight": BARE_EMBEDDING,
+        }
+        if config.get(SCALE):
+            contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
+        return contract
 
     def notes(self, head: HeadFolder) -> list[str]:
         return whole_vocabulary_note(head, "EAGLE-1 heads")
-
-
-def contract_of(config: Mapping[str, Any]) -> Contract:
-    contract = Contract("eagle")
-    architectures = config.get("architectures") or []
-    contract.report(
-        architectures[:1] != ["LlamaForCausalLMEagle"] or "LlamaForCausalLM" not in architectures,
-        f"architectures: found {architectures}: SGLang reads LlamaForCausalLMEagle from the first place, and vLLM "
-        "loads it only with LlamaForCausalLM behind it",
-    )
-    llama_keys(config, contract)
-    sizes = sizes_of(config, contract, (*SIZES, "num_hidden_layers"))
-    if sizes is None:
-        return contract
-    hidden = sizes["hidden_size"]
-    contract.shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
-    for i in range(sizes["num_hidden_layers"]):
-        norms = ["post_attention_layernorm"] if i == 0 else ["input_layernorm", "post_attention_layernorm"]
-        contract.shapes |= llama_layer_shapes(f"layers.{i}", sizes, in_size=hidden, norms=norms)
-    contract.zero = [] if trained_config(config).get("bias") else ["fc.bias"]
-    contract.forbidden = {
-        "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
-        "norm.weight": "there is no norm behind the last layer",
-        "lm_head.weight": "the output layer is the target's",
-        "embed_tokens.weight": BARE_EMBEDDING,
-    }
-    if config.get(SCALE):
-        contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
-    return contract

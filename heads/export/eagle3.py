@@ -107,7 +107,7 @@ def llamacpp(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     feature_ids(config, contract)
     without = "draft_vocab_size: missing; the converter takes the folder for a whole Llama without it"
     contract.report("draft_vocab_size" not in config, without)
-    contract.problems += refusals(config, names)
+    contract.problems += refusals(config)
     return tensors_of(config, config, contract, names)
 
 
@@ -186,10 +186,10 @@ def tensors_of(
     return contract
 
 
-def refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def refusals(config: Mapping[str, Any]) -> list[str]:
     """What llama.cpp's EAGLE-3 graph does not support in an exported folder."""
     problems = [f"{key}: it has no such norm" for key in ("fc_norm", "norm_output") if config.get(key)]
-    problems += parallel_refusals(config, names)
+    problems += parallel_refusals(config)
     if "sliding_attention" in (config.get("layer_types") or ()):
         problems.append(f"sliding_window: {config.get('sliding_window')}, its heads see all positions")
     num_layers, num_taps = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
@@ -262,4 +262,4 @@ class Eagle3Serving(Serving):
         return "eagle3" if file.architecture in self.gguf else None
 
     def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        return refusals(config, names)
+        return refusals(config)

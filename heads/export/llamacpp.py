@@ -120,7 +120,7 @@ def check_servable(head: HeadFolder, conversion: Conversion) -> None:
     target_folder(head)
 
 
-def parallel_refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def parallel_refusals(config: Mapping[str, Any]) -> list[str]:
     """Heads trained to draft in parallel with mask tokens are not supported."""
     return ["pard_token: it drafts token by token"] if config.get("pard_token") is not None else []
 

@@ -5,7 +5,6 @@ Neither has cut draft vocabularies: vLLM's code has a `token_map` for them, but 
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,37 @@ class MedusaServing(Serving):
         return is_told or "blocks.0.layers.0.weight" in stored.shapes
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
-        return contract_of(config, list(stored.shapes))
+        is_blocks = any(re.match(r"blocks\.|lm_heads\.|lm_head\.", name) for name in stored.shapes)
+        contract = Contract("medusa" if is_blocks else "medusa (FasterDecoding)")
+        counts = {
+            "num_heads": config.get("num_heads", config.get("medusa_num_heads")),
+            "num_hidden_layers": config.get("num_hidden_layers", config.get("medusa_num_layers")),
+        }
+        sizes = sizes_of({**config, **counts}, contract, ("hidden_size", "vocab_size", *counts))
+        contract.want(config, "model_type", "medusa", "vLLM reads the config as another model's")
+        if sizes is None:
+            return contract
+        for ours, theirs in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
+            if theirs in config and config[theirs] != sizes[ours]:
+                contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
+        hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
+        is_biased = any(name.endswith(".bias") for name in stored.shapes)
+        is_dropped = is_biased and not config.get("medusa_fc_bias")
+        contract.report(is_dropped, "medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
+        cut = config.get("truncated_vocab_size")
+        contract.report(cut not in (None, vocab), f"truncated_vocab_size: {cut}: heads draft all {vocab} tokens")
+        for k in range(sizes["num_heads"]):
+            for j in range(num_blocks):
+                place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"
+                contract.shapes[f"{place}.weight"] = (hidden, hidden)
+                if is_biased or config.get("medusa_fc_bias"):
+                    contract.shapes[f"{place}.bias"] = (hidden,)
+            if not (is_blocks and config.get("original_lm_head")):
+                place = f"lm_heads.{k}" if is_blocks else f"{k}.{num_blocks}"
+                contract.shapes[f"{place}.weight"] = (vocab, hidden)
+        if is_blocks and config.get("original_lm_head"):
+            contract.shapes["lm_head.weight"] = (vocab, hidden)
+        return contract
 
     def notes(self, head: HeadFolder) -> list[str]:
         why = "merge that into the target that you serve"
@@ -119,38 +148,3 @@ def from_blocks(tensors: dict[str, Tensor], *, num_blocks: int) -> dict[str, Ten
         renamed[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_blocks}.", name)] = value
     renamed.pop("lm_head.weight", None)
     return renamed
-
-
-def contract_of(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
-    names = list(names)
-    is_blocks = any(re.match(r"blocks\.|lm_heads\.|lm_head\.", name) for name in names)
-    contract = Contract("medusa" if is_blocks else "medusa (FasterDecoding)")
-    counts = {
-        "num_heads": config.get("num_heads", config.get("medusa_num_heads")),
-        "num_hidden_layers": config.get("num_hidden_layers", config.get("medusa_num_layers")),
-    }
-    sizes = sizes_of({**config, **counts}, contract, ("hidden_size", "vocab_size", *counts))
-    contract.want(config, "model_type", "medusa", "vLLM reads the config as another model's")
-    if sizes is None:
-        return contract
-    for ours, theirs in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
-        if theirs in config and config[theirs] != sizes[ours]:
-            contract.problems.append(f"{theirs}: {config[theirs]}, but {ours} {sizes[ours]}")
-    hidden, vocab, num_blocks = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
-    is_biased = any(name.endswith(".bias") for name in names)
-    is_dropped = is_biased and not config.get("medusa_fc_bias")
-    contract.report(is_dropped, "medusa_fc_bias: must be true; vLLM drops the blocks' biases without it")
-    cut = config.get("truncated_vocab_size")
-    contract.report(cut not in (None, vocab), f"truncated_vocab_size: {cut}: heads draft all {vocab} tokens")
-    for k in range(sizes["num_heads"]):
-        for j in range(num_blocks):
-            place = f"blocks.{k}.layers.{j}" if is_blocks else f"{k}.{j}.linear"
-            contract.shapes[f"{place}.weight"] = (hidden, hidden)
-            if is_biased or config.get("medusa_fc_bias"):
-                contract.shapes[f"{place}.bias"] = (hidden,)
-        if not (is_blocks and config.get("original_lm_head")):
-            place = f"lm_heads.{k}" if is_blocks else f"{k}.{num_blocks}"
-            contract.shapes[f"{place}.weight"] = (vocab, hidden)
-    if is_blocks and config.get("original_lm_head"):
-        contract.shapes["lm_head.weight"] = (vocab, hidden)
-    return contract

@@ -44,32 +44,6 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
 
 
-def write_stitched(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """Write the whole target with the head's modules; its other tensors stay byte for byte the same.
-
-    Raises: BadInput if the target is not a local folder, or no engine loads modules of this layout with it.
-    """
-    if not Path(head.target).is_dir():
-        why = "no local folder; name one with --target: the modules go into a copy of it"
-        raise BadInput(f"target {head.target}: {why}")
-    tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
-    where = tensor_locations(head.target)
-    if all(name in where for name in views_on_disk(tensors, where)):
-        stitch(tensors, head.target, folder)
-    else:
-        write_beside(head, folder, tensors, where)
-    for name in CARD_FILES:  # the target's model card does not describe the new checkpoint
-        for path in folder.glob(name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    inner = config.get("text_config", config)
-    inner[count_key(config["model_type"])] = num_modules(head)
-    if head.own["layout"] == "mimo":
-        config["architectures"] = ["MiMoForCausalLM"]
-    write_config(folder, config)
-    write_ends(folder)
-
-
 def module_layout(folder: str | Path, kind: str) -> str | None:
     """The layout in which engines load MTP modules with a target: that of its own modules, or the one of its kind
     (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
@@ -83,7 +57,7 @@ def num_modules(head: HeadFolder) -> int:
 
 
 def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
-    """Copy a target that has no MTP modules, and add a file with the head's. Raises BadInput as `write_stitched`."""
+    """Copy a target that has no MTP modules, and add a file with the head's. Raises BadInput as `write`."""
     own = head.own["layout"]
     kind = str((head.target_config or {}).get("model_type"))
     if kind not in SERVED[own]:
@@ -117,43 +91,6 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language model: of a model of several parts its text part."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
-
-
-def contract_of(config: Mapping[str, Any], stored: TensorFiles) -> Contract:
-    """The tensors of MTP modules: a decoder layer like the target's last one with attention, a projection and norms."""
-    inner = text_part(config)
-    name = mtp_layout(stored.shapes) or "deepseek_v3"
-    layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module_tensor, config))
-    if why := unlike_ours(stored.shapes):
-        contract.problems.append(f"not checked: {why}")
-        return contract
-    key = count_key(str(config.get("model_type")))
-    contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
-    sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
-    if sizes is None or contract.problems:
-        return contract
-    hidden, num_layers = sizes["hidden_size"], sizes["num_hidden_layers"]
-    last = last_attending(stored, num_layers)
-    for i in range(num_layers):
-        is_there = any(f".layers.{i}." in key for key in stored.shapes)
-        contract.report(
-            not is_there, f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
-        )
-    if not last:
-        return contract
-    for k in range(inner[key]):
-        place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
-        contract.shapes |= {f"{place[part]}.weight": (hidden,) for part in ("enorm", "hnorm", "norm")}
-        contract.shapes[f"{place['eh_proj']}.weight"] = (hidden, 2 * hidden)
-        block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
-        contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
-        if name == "deepseek_v3":
-            for table in ("embed_tokens", "shared_head.head"):
-                contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
-    is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    has_output = any(key.endswith("lm_head.weight") for key in stored.shapes)
-    contract.report(not is_tied and not has_output, "lm_head.weight: missing in the target")
-    return contract
 
 
 def last_attending(stored: TensorFiles, num_layers: int) -> dict[str, tuple[int, ...]]:
@@ -193,13 +130,6 @@ def is_module_tensor(config: Mapping[str, Any], name: str) -> bool:
     return behind or name.startswith("mtp.") or ".mtp_layers." in name
 
 
-def refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What llama.cpp's graphs of MTP modules do not support: several modules in Qwen's layout, which has one `fc`."""
-    count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
-    is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-    return [f"num_nextn_predict_layers: {count}, it reads one module of this layout"] if is_shared and count > 1 else []
-
-
 class MtpServing(Serving):
     engines = ("vllm", "sglang", "hf", "llama.cpp")
     order = 5
@@ -213,7 +143,39 @@ class MtpServing(Serving):
         return bool(has_modules) or any(text_part(config).get(key) for key in COUNT_KEYS)
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
-        return contract_of(config, stored)
+        """A module's tensors: a decoder layer like the target's last one with attention, a projection and norms."""
+        inner = text_part(config)
+        name = mtp_layout(stored.shapes) or "deepseek_v3"
+        layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module_tensor, config))
+        if why := unlike_ours(stored.shapes):
+            contract.problems.append(f"not checked: {why}")
+            return contract
+        key = count_key(str(config.get("model_type")))
+        contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
+        sizes = sizes_of(inner, contract, ("hidden_size", "vocab_size", "num_hidden_layers"))
+        if sizes is None or contract.problems:
+            return contract
+        hidden, num_layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+        last = last_attending(stored, num_layers)
+        for i in range(num_layers):
+            is_there = any(f".layers.{i}." in key for key in stored.shapes)
+            missing = f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
+            contract.report(not is_there, missing)
+        if not last:
+            return contract
+        for k in range(inner[key]):
+            place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
+            contract.shapes |= {f"{place[part]}.weight": (hidden,) for part in ("enorm", "hnorm", "norm")}
+            contract.shapes[f"{place['eh_proj']}.weight"] = (hidden, 2 * hidden)
+            block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
+            contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
+            if name == "deepseek_v3":
+                for table in ("embed_tokens", "shared_head.head"):
+                    contract.shapes[f"{place['block']}.{table}.weight"] = (sizes["vocab_size"], hidden)
+        is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+        has_output = any(key.endswith("lm_head.weight") for key in stored.shapes)
+        contract.report(not is_tied and not has_output, "lm_head.weight: missing in the target")
+        return contract
 
     def notes(self, head: HeadFolder) -> list[str]:
         lines = whole_vocabulary_note(head, "MTP modules")
@@ -244,10 +206,36 @@ class MtpServing(Serving):
         return None if kind in WITH_MODULES else known
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
-        write_stitched(head, folder, to=to)
+        """Write the whole target with the head's modules; its other tensors stay byte for byte the same.
+
+        Raises: BadInput if the target is not a local folder, or no engine loads modules of this layout with it.
+        """
+        if not Path(head.target).is_dir():
+            why = "no local folder; name one with --target: the modules go into a copy of it"
+            raise BadInput(f"target {head.target}: {why}")
+        tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
+        where = tensor_locations(head.target)
+        if all(name in where for name in views_on_disk(tensors, where)):
+            stitch(tensors, head.target, folder)
+        else:
+            write_beside(head, folder, tensors, where)
+        for name in CARD_FILES:  # the target's model card does not describe the new checkpoint
+            for path in folder.glob(name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        config = json.loads((folder / "config.json").read_text())
+        inner = config.get("text_config", config)
+        inner[count_key(config["model_type"])] = num_modules(head)
+        if head.own["layout"] == "mimo":
+            config["architectures"] = ["MiMoForCausalLM"]
+        write_config(folder, config)
+        write_ends(folder)
 
     def num_drafted(self, head: HeadFolder) -> int:
         return num_modules(head)
 
     def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        return refusals(config, names)
+        """Several modules in Qwen's layout, which has one `fc`."""
+        count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
+        is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+        known = f"num_nextn_predict_layers: {count}, it reads one module of this layout"
+        return [known] if is_shared and count > 1 else []
