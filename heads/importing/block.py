@@ -1,17 +1,13 @@
 """Importing block drafters: DFlash, DFlash2 and DSpark, in the plain layout and that of the speculators library."""
 
-from pathlib import Path
-
 import torch.nn.functional as F
 
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
 from ..block_network import BlockConfig
 from ..export.block import DFLASH, DFLASH2
-from ..export.tensor_files import TensorFiles
 from ..nn.dflash2 import NUM_TAPS
-from ..target import Target
-from .imported import Imported, bare, draft_ids, own_config, without_tables
+from .imported import ForeignFolder, Imported, draft_ids
 from .published import architecture_of, same_tensor, window_of
 
 # keys that some folders have in dflash_config alone
@@ -22,18 +18,17 @@ PREDECESSORS = "candidate_selector.predecessor_codebook"
 MARKOV, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
-def import_block(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
+def import_block(folder: ForeignFolder) -> Imported:
     """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result, and if the
     mask token, the block size or the feature layers are missing."""
-    config = plain_config(config)
-    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
+    config, target = plain_config(folder.config), folder.target
+    tensors = folder.bare_tensors("embed_tokens.weight")
     ids = draft_ids(tensors, target)
     is_plain = ids is None and "lm_head.weight" in tensors
     if is_plain and same_tensor(tensors["lm_head.weight"], target.output_layer.weight.detach().cpu()):
         del tensors["lm_head.weight"]  # the target's own
-    made = own_config(config, plain=BlockConfig)
-    if made is not None:
-        return Imported(made, tensors, ids)
+    if folder.own is not None:
+        return Imported(folder.own, tensors, ids)
     markov, window = config.read(MARKOV_TYPE, str), window_of(config)
     taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
     problems = {

@@ -1,7 +1,9 @@
-"""The result of an import, and functions that several importers share."""
+"""A folder to import, what an import makes of it, and functions that several importers share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,38 @@ from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
 from ..base import HeadConfig
 from ..export.record import PROVENANCE, HeadRecord
+from ..export.tensor_files import TensorFiles
+from ..families import head_class
 from ..folder import config_of
 from ..target import Target
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ForeignFolder:
+    """A published or exported head, and the target to read it for."""
+
+    path: Path
+    family: str
+    config: TypedKeys  # config.json
+    stored: TensorFiles
+    target: Target
+
+    @cached_property
+    def own(self) -> HeadConfig | None:
+        """The head's config if our export recorded it. Raises BadInput if the record is damaged, or as `config_of`."""
+        record = provenance(self.config.values)
+        return None if record is None else config_of(record, head_class(self.family).config_class, key=PROVENANCE)
+
+    def tensors(self) -> Tensors:
+        return {name: self.stored.read(name) for name in self.stored.files}
+
+    def bare_tensors(self, *without: str) -> Tensors:
+        """By names without the prefix of some layouts; not those that ours compute, nor the tables that are named,
+        copies of the target's, which `check_tables` compares."""
+        tensors = {bare(name): value for name, value in self.tensors().items()}
+        return {n: value for n, value in tensors.items() if n not in without and not n.endswith("rotary_emb.inv_freq")}
 
 
 @dataclass(frozen=True)
@@ -29,15 +59,6 @@ class Imported:
 def provenance(config: Mapping[str, Any]) -> HeadRecord | None:
     """The record that our export wrote to config.json; None if there is none."""
     return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
-
-
-def own_config(config: TypedKeys, *, plain: type[HeadConfig]) -> HeadConfig | None:
-    """The head's config if our export recorded it, else None. `plain`: the config class of the expected family.
-
-    Raises: BadInput if the record is damaged, or as `config_of`.
-    """
-    record = provenance(config.values)
-    return None if record is None else config_of(record, plain, key=PROVENANCE)
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
@@ -58,9 +79,3 @@ def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:
 def bare(name: str) -> str:
     """A tensor's name without the prefix that some layouts have."""
     return name.removeprefix("model.")
-
-
-def without_tables(tensors: Tensors, *, keep_output: bool) -> Tensors:
-    """The tensors without copies of the target's tables, which `check_tables` compares, and without computed ones."""
-    tables = ("embed_tokens.weight",) if keep_output else ("embed_tokens.weight", "lm_head.weight")
-    return {n: value for n, value in tensors.items() if n not in tables and not n.endswith("rotary_emb.inv_freq")}

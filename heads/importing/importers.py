@@ -35,23 +35,16 @@ from ..medusa import MedusaConfig
 from ..mtp import MtpConfig
 from ..target import Target
 from .block import import_block
-from .imported import Imported, Tensors, bare, draft_ids, own_config, provenance, without_tables
+from .imported import ForeignFolder, Imported, Tensors, bare, draft_ids, provenance
 from .mtp_checkpoint import LAYOUTS, mtp_layout, read_modules, unlike_ours
 from .published import architecture_of, local_folder, read_all, same_tensor, window_of
 
 # config keys that change what a head computes without showing in tensor shapes: training must continue with the same
-COMPUTES = ("feature_layers", "num_layers", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
-COMPUTES += (
-    "architecture",
-    "sliding_window",
-    "num_blocks",
-    "output",
-    "layout",
-    "independent",
-    "feedback",
-    "draft_vocab_size",
-)
-COMPUTES += ("parallel", "sample_from_anchor", "markov_rank", "confidence", "has_head_norms", "mask_token_id")
+COMPUTES = (
+    "feature_layers num_layers bias fc_norm norm_output norm_before_residual norm_before_fc architecture "
+    "sliding_window num_blocks output layout independent feedback draft_vocab_size parallel sample_from_anchor "
+    "markov_rank confidence has_head_norms mask_token_id"
+).split()
 
 
 def import_head(folder: str | Path, target: Target) -> DraftHead:
@@ -98,7 +91,7 @@ def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -
         record.check_target(folder, target)
     if family not in IMPORTERS:
         raise BadInput(f"head {folder}: {family} heads of others are not imported")
-    imported = IMPORTERS[family](folder, TypedKeys(config, "config.json: "), stored, target)
+    imported = IMPORTERS[family](ForeignFolder(folder, family, TypedKeys(config, "config.json: "), stored, target))
     if is_its_target:
         check_tables(imported, stored, target)
     return imported
@@ -128,11 +121,12 @@ def family_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
     return family
 
 
-def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
+def import_eagle3(folder: ForeignFolder) -> Imported:
     """EAGLE-3, also of speculators, which nests the layer's config and has norm_before_residual as default."""
+    config, target = folder.config, folder.target
     layer = config.inner_or_self("transformer_layer_config")
     num_layers = layer.read("num_hidden_layers", int) or 1
-    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=True)
+    tensors = folder.bare_tensors("embed_tokens.weight")
     for i in range(1, num_layers):  # the same norm under two names
         hidden, given = (f"layers.{i}.{name}.weight" for name in ("hidden_norm", "input_layernorm"))
         if hidden in tensors:
@@ -143,8 +137,7 @@ def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: 
     options: dict[str, Any] = {
         "feature_layers": feature_layers(config, layer, tensors, target),
         "num_layers": num_layers,
-        "fc_norm": bool(config.read("fc_norm", bool)),
-        "norm_output": bool(config.read("norm_output", bool)),
+        **{key: bool(config.read(key, bool)) for key in ("fc_norm", "norm_output")},
         "draft_vocab_size": None if ids is None else len(ids),
     }
     is_speculators, in_speculators = "speculators_config" in config.values, config.inner("speculators_config")
@@ -169,7 +162,7 @@ def import_eagle3(folder: Path, config: TypedKeys, stored: TensorFiles, target: 
         if ids is not None:
             raise BadInput("tensor lm_head.weight: missing, and the draft vocabulary is cut")
         tensors["lm_head.weight"] = target.output_layer.weight
-    return Imported(own_config(config, plain=Eagle3Config) or Eagle3Config(**options), tensors, ids)
+    return Imported(folder.own or Eagle3Config(**options), tensors, ids)
 
 
 def feature_layers(config: TypedKeys, layer: TypedKeys, tensors: Tensors, target: Target) -> list[int]:
@@ -191,15 +184,14 @@ def feature_layers(config: TypedKeys, layer: TypedKeys, tensors: Tensors, target
     return list(layers)
 
 
-def import_eagle(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
-    tensors = without_tables({bare(name): stored.read(name) for name in stored.files}, keep_output=False)
-    bias = tensors.get("fc.bias")
-    made = own_config(config, plain=EagleConfig) or EagleConfig(
-        num_layers=config.read("num_hidden_layers", int) or 1,
-        bias=bias is not None and bool(bias.any()),
-        architecture=architecture_of(config, target),
+def import_eagle(folder: ForeignFolder) -> Imported:
+    tensors = folder.bare_tensors("embed_tokens.weight", "lm_head.weight")
+    bias = tensors.setdefault("fc.bias", torch.zeros(folder.target.hidden_size))
+    made = folder.own or EagleConfig(
+        num_layers=folder.config.read("num_hidden_layers", int) or 1,
+        bias=bool(bias.any()),
+        architecture=architecture_of(folder.config, folder.target),
     )
-    tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
     return Imported(replace(made, draft_vocab_size=None), tensors)  # an export has no draft vocabulary
 
 
@@ -220,8 +212,8 @@ def check_tables(imported: Imported, stored: TensorFiles, target: Target) -> Non
             raise BadInput(f"tensor {name} {list(value.shape)}: not that of {target.name}; a head reads the target's")
 
 
-def import_medusa(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
-    raw = {name: stored.read(name) for name in stored.files}
+def import_medusa(folder: ForeignFolder) -> Imported:
+    raw = folder.tensors()
     blocks = [
         match for name in raw if (match := re.search(r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\.", name))
     ]
@@ -231,45 +223,41 @@ def import_medusa(folder: Path, config: TypedKeys, stored: TensorFiles, target: 
     num_depths, num_blocks = 1 + max(k for k, _ in numbers), 1 + max(j for _, j in numbers)
     tensors = from_blocks(raw, num_blocks=num_blocks)
     outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]
-    is_shared = not any(name in tensors for name in outputs)
-    made = own_config(config, plain=MedusaConfig)
-    if made is None:
-        how = "shared" if is_shared else "own"
-        made = MedusaConfig(num_depths=num_depths, num_blocks=num_blocks, output=how)
+    how = "own" if any(name in tensors for name in outputs) else "shared"
+    made = folder.own or MedusaConfig(num_depths=num_depths, num_blocks=num_blocks, output=how)
     assert isinstance(made, MedusaConfig)
     if made.output == "shared":
         tensors = {name: value for name, value in tensors.items() if name not in outputs}
     for k, j in numbers:
-        tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(target.hidden_size))
-    adapter = read_adapter(folder / ADAPTER_FOLDER)
+        tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(folder.target.hidden_size))
+    adapter = read_adapter(folder.path / ADAPTER_FOLDER)
     return Imported(made, tensors | {ADAPTER + name: value for name, value in adapter.items()})
 
 
-def import_mtp(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
+def import_mtp(folder: ForeignFolder) -> Imported:
     """The MTP modules of a whole checkpoint, whose other tensors are the target's."""
-    inner = config.inner_or_self("text_config")
+    inner, shapes = folder.config.inner_or_self("text_config"), folder.stored.shapes
     counts = {key: num for key in COUNT_KEYS if (num := inner.read(key, int))}
-    name = mtp_layout(stored.shapes)
+    name = mtp_layout(shapes)
     if name is None:
-        raise BadInput(unlike_ours(stored.shapes) or f"{', '.join(counts)}: set, but there is no MTP module")
+        raise BadInput(unlike_ours(shapes) or f"{', '.join(counts)}: set, but there is no MTP module")
     num = next(iter(counts.values()), 1)
     is_many = num > 1 and LAYOUTS[name].has_many
     options: dict[str, Any] = {"num_depths": num} if is_many else {}
     made = MtpConfig(layout=name, init="random", independent=is_many, **options)
-    return Imported(made, read_modules(folder, build_head(made, target).state_dict()))
+    return Imported(made, read_modules(folder.path, build_head(made, folder.target).state_dict()))
 
 
-def import_draft_model(folder: Path, config: TypedKeys, stored: TensorFiles, target: Target) -> Imported:
-    made = own_config(config, plain=head_class("draft_lm").config_class)
-    if made is not None:
-        return Imported(made, {name: stored.read(name) for name in stored.files})
-    token = config.read("pard_token", int)
+def import_draft_model(folder: ForeignFolder) -> Imported:
+    if folder.own is not None:
+        return Imported(folder.own, folder.tensors())
+    token = folder.config.read("pard_token", int)
     parallel: dict[str, Any] = {} if token is None else {"parallel": True, "mask_token_id": token, "num_depths": 8}
-    head = build_head(DraftLMConfig(path=str(folder), **parallel), target)
+    head = build_head(DraftLMConfig(path=str(folder.path), **parallel), folder.target)
     return Imported(head.config, head.state_dict())
 
 
-IMPORTERS: dict[str, Callable[[Path, TypedKeys, TensorFiles, Target], Imported]] = {
+IMPORTERS: dict[str, Callable[[ForeignFolder], Imported]] = {
     "eagle": import_eagle,
     "eagle3": import_eagle3,
     "medusa": import_medusa,
