@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -18,12 +18,14 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.sampling import Sampling, target_probs
-from headstart.eval.measurement import passes
+from headstart.eval.measurement import bandwidth, passes
+from headstart.heads import target as targets
 from headstart.heads.base import DraftBatch, Proposal
 from headstart.heads.drafter import Drafter, Reading
 from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
+from headstart.heads.targets.check import check_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -39,6 +41,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+FOUND = ("logit_scale", "caps_wide", "undecodable", "decodes_trees", "continues_prompts", "state_bytes")
 torch.set_num_threads(1)  # tests run side by side, a process per core
 
 SIZES: dict[str, Any] = {
@@ -110,10 +113,12 @@ def make_target(family: str = "llama", **changes: Any) -> Target:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_waiting_for_the_disk():
-    """Nothing here has to outlive the machine; what is synced, and when, is tested by the calls."""
+def _no_waiting_for_the_machine():
+    """Nothing here has to outlive it: what is synced, and when, is tested by the calls. No figure here is of its
+    memory, whose bandwidth each report measures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setitem(bandwidth.COPY_BYTES, "cpu", 2**20)
         yield
 
 
@@ -126,6 +131,32 @@ def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         whole = passes.measure_parts
         cold = lambda parts, part, warm_up, **how: whole(parts, part, lambda batch: None, **how)  # noqa: E731
         monkeypatch.setattr(passes, "measure_parts", cold)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _checked_once() -> Iterator[None]:
+    """The check of a target takes eight times as long as all else that makes one. So one with the fingerprint, config,
+    dtype and attention of one that passed is told what was found, unless the test has the fixture `checking`."""
+    passed: dict[Any, dict[str, Any]] = {}
+
+    def check(target: Target) -> None:
+        key = target.fingerprint, str(target.config), target.dtype, target.own_attention
+        if key not in passed or not target.can_decode:
+            check_target(target)
+            if not target.fingerprint or target.before_output is not None or not target.can_decode:
+                return
+            passed[key] = {name: getattr(target, name) for name in FOUND}
+        vars(target).update(passed[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "check_target", check)
+        yield
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every target is checked when it is loaded."""
+    monkeypatch.setattr(targets, "check_target", check_target)
 
 
 @pytest.fixture

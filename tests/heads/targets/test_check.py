@@ -29,6 +29,7 @@ from transformers import (
     xLSTMForCausalLM,
 )
 
+pytestmark = pytest.mark.usefixtures("checking")
 VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
 
 
