@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -150,9 +150,15 @@ def build(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
     tuple is. A ValueError from `__post_init__` becomes BadInput with the path too.
     """
     try:
-        return TypeAdapter(_typed(cls)).validate_python(raw)
+        return _checks_of(cls).validate_python(raw)
     except ValidationError as error:
         raise BadInput(_first_problem(error, raw, where)) from error
+
+
+@cache
+def _checks_of(cls: type) -> TypeAdapter[Any]:
+    """Made once: that takes far longer than a check."""
+    return TypeAdapter(_typed(cls))
 
 
 def _typed(annotation: Any) -> Any:

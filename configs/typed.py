@@ -4,6 +4,7 @@ needs."""
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -93,11 +94,19 @@ def kind_in_words(kind: Any) -> str:
 def read_json(cls: type[T], document: dict[str, Any], *, where: str) -> T:
     """A dataclass, those nested in it too, from JSON. Raises BadInput naming a key that is missing or of the wrong
     type."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(document), strict=True)
+        return checks_of(cls).validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, (where, *first["loc"])))
         raise BadInput(f"{key}: {'is missing' if first['type'] == 'missing' else first['msg']}") from error
+
+
+@cache
+def checks_of(cls: type) -> Any:
+    """pydantic's TypeAdapter of a dataclass, made once: that takes far longer than a check."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
