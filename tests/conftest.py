@@ -41,6 +41,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))  # tests import perturbing.py by name
 FOUND = ("logit_scale", "caps_wide", "undecodable", "decodes_trees", "continues_prompts", "state_bytes")
 torch.set_num_threads(1)  # tests run side by side, a process per core
 
@@ -140,7 +141,7 @@ def _checked_once() -> Iterator[None]:
     passed: dict[Any, dict[str, Any]] = {}
 
     def check(target: Target) -> None:
-        key = target.fingerprint, str(target.config), target.dtype, target.own_attention
+        key = target.fingerprint, str(target.config.to_dict()), target.dtype, target.own_attention
         if key not in passed or not target.can_decode:
             check_target(target)
             if not target.fingerprint or target.before_output is not None or not target.can_decode:

@@ -22,6 +22,7 @@ from headstart.heads.nn.mask_token import default_mask_token
 from headstart.heads.nn.sight import Sight, blocks_of
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head
+from perturbing import perturb
 
 OPTIONS = [
     {"sample_from_anchor": anchor, "markov_rank": rank, "num_depths": 3} for anchor in (True, False) for rank in (8, 0)
@@ -30,12 +31,7 @@ OPTIONS = [
 
 def built(target, **options):
     """A head whose every weight is away from its start."""
-    head = build_head(BlockConfig(**options), target, seed=1)
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return head.eval()
+    return perturb(build_head(BlockConfig(**options), target, seed=1), 0.1, seed=3).eval()
 
 
 def packed(target, head, lengths):

@@ -11,6 +11,7 @@ from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree, draft_static
 from headstart.heads.eagle import EagleConfig, EagleHead
 from headstart.heads.registry import build_head, load_head, save_head
+from perturbing import perturb
 from safetensors.torch import load_file
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
@@ -20,11 +21,7 @@ def perturbed(target, **changes) -> EagleHead:
     """A head whose every weight is away from its start."""
     head = build_head(EagleConfig(**changes), target, seed=2)
     assert isinstance(head, EagleHead)
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return head.train()
+    return perturb(head, 0.1, seed=4).train()
 
 
 # The papers, in loops

@@ -10,6 +10,7 @@ from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head, load_head, save_head
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
@@ -33,12 +34,7 @@ CASES = {
 @pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def head(request, target):
     """Every weight is away from its start."""
-    made = build_head(Eagle3Config(**{"num_depths": 4, **request.param}), target, seed=2)
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source))
-    return made.eval()
+    return perturb(build_head(Eagle3Config(**{"num_depths": 4, **request.param}), target, seed=2), 0.2, seed=4).eval()
 
 
 def rms(x, norm, eps):

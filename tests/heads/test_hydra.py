@@ -9,6 +9,7 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.hydra import HydraConfig
 from headstart.heads.registry import build_head
+from perturbing import perturb
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
 KINDS = {
@@ -33,11 +34,7 @@ def fresh(target, *, draft_token_ids=None, **changes):
 
 def perturbed(target, **changes):
     """A head whose every weight is away from its start."""
-    head, source = fresh(target, **changes), torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return head
+    return perturb(fresh(target, **changes), 0.1, seed=4)
 
 
 # the formulas, in loops over rows, positions, heads and channels

@@ -12,6 +12,7 @@ from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.registry import build_head, load_head, save_head, start_head
 from headstart.heads.target import Target
 from peft import PeftModel
+from perturbing import perturb
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,10 +25,7 @@ def medusa2(target, *, trained_looking=False, **changes) -> MedusaHead:
     head = build_head(MedusaConfig(target_lora_rank=4, num_depths=3, **changes), target, seed=1)
     assert isinstance(head, MedusaHead)
     if trained_looking:
-        source = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+        perturb(head, 0.1, seed=3)
     return head
 
 

@@ -19,6 +19,7 @@ from headstart.heads.mtp import MtpConfig
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -31,12 +32,7 @@ def perturbed(target, *, ids=None, **changes) -> Any:
     """A head whose every weight is away from its start."""
     size = None if ids is None else len(ids)
     config = MtpConfig(**{"num_depths": 4, "draft_vocab_size": size, **changes})
-    head = build_head(config, target, draft_token_ids=ids, seed=2)
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source))
-    return head.eval()
+    return perturb(build_head(config, target, draft_token_ids=ids, seed=2), 0.2, seed=4).eval()
 
 
 def drafting(head, prefix):

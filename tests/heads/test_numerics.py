@@ -10,6 +10,7 @@ from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import load_file
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
@@ -20,11 +21,7 @@ def perturbed(head_type, target, *, ids=None, **changes):
     size = None if ids is None else len(ids)
     config = HEADS[head_type].config_class(type=head_type, draft_vocab_size=size, **changes)
     head = build_head(config, target, draft_token_ids=ids, seed=2)
-    source = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=source))
-    return head.train()
+    return perturb(head, 0.2, seed=4).train()
 
 
 def supervised(mask, depth):

@@ -14,6 +14,7 @@ from headstart.heads.families import HEADS
 from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import load_file, save_file
 
 FAMILIES = ["draft_lm", "eagle3"]
@@ -22,11 +23,7 @@ FAMILIES = ["draft_lm", "eagle3"]
 def built(family, target, **options):
     """A head whose every weight is away from its start."""
     head = build_head(HEADS[family].config_class(**{"num_depths": 4, "parallel": True, **options}), target, seed=1)
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return head.eval()
+    return perturb(head, 0.1, seed=3).eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

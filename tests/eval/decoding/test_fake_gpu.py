@@ -22,6 +22,7 @@ from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0)))}
@@ -225,10 +226,7 @@ def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, target, monk
     """What they draft is the same, and no reading is wider than a chunk: so is no mask."""
     source = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 61, (length,), generator=source).tolist() for length in (37, 12, 5, 33, 1, 24)]
-    head, widths = head_for(head_type, target), []
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=source))
+    head, widths = perturb(head_for(head_type, target), 0.02, seed=3), []
     how: dict[str, Any] = {"max_new_tokens": 16, "eos_token_ids": []}
     whole = generate(target, head, prompts, **how)
     commit = head.commit

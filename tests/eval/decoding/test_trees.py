@@ -19,6 +19,7 @@ from headstart.heads.drafting import (
     draft_static,
 )
 from headstart.heads.registry import HEADS, build_head
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
@@ -28,12 +29,8 @@ DYNAMIC = DynamicTree(num_nodes=12, depth=4, top_k=3)
 @pytest.fixture
 def head(head_type, target):
     """An untrained head with perturbed weights."""
-    made = build_head(HEADS[head_type].config_class(type=head_type, num_depths=4), target, seed=1)
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return made.eval()
+    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=4), target, seed=1)
+    return perturb(head, 0.1, seed=3).eval()
 
 
 @pytest.fixture

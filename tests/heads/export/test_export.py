@@ -15,6 +15,7 @@ from headstart.heads.families import served_families
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head, head_class, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import load_file
 
 CASES = [  # but for modules, which go into a copy of a target that has such
@@ -42,11 +43,7 @@ def trained(on_disk, tmp_path):
         config = head_class(family).config_class(**options)
         ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
         head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
-        source = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
-        save_head(head, tmp_path / "run" / "final")
+        save_head(perturb(head, 0.05, seed=4), tmp_path / "run" / "final")
         return tmp_path / "run"
 
     return make

@@ -11,6 +11,7 @@ from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head, serve_commands
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import load_file, save_file
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
@@ -41,11 +42,7 @@ def trained(on_disk, tmp_path):
         config = BlockConfig(**{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
         ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
         head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
-        source = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
-        save_head(head, tmp_path / "run" / "final")
+        save_head(perturb(head, 0.05, seed=4), tmp_path / "run" / "final")
         return head.eval(), tmp_path / "run"
 
     return make

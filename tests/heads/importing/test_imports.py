@@ -17,6 +17,7 @@ from headstart.heads.medusa import MedusaConfig
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import build_head, head_class, head_record, load_head, save_head
 from headstart.heads.target import Target
+from perturbing import perturb
 from safetensors.torch import save_file
 
 EAGLE3 = {
@@ -258,10 +259,7 @@ def test_exported_and_imported_is_exported_alike(saved_target, tmp_path, family,
     options = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}.get(family, {}) | options
     config = head_class(family).config_class(**options)
     ours = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    save_head(ours, tmp_path / "head")
+    save_head(perturb(ours, 0.1, seed=1), tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "one", to=to)
     head = import_head(tmp_path / "one", Target.load(saved_target))
     assert type(head) is type(ours) and head.config == ours.config
@@ -312,10 +310,7 @@ def test_an_exported_head_is_measured_as_the_head_is(tiny_model, tmp_path, famil
     options = {"mtp": {"layout": "mimo", "num_depths": 1}, "eagle3": {"draft_vocab_size": 24}}.get(family, {})
     config = head_class(family).config_class(**options)
     head = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2).eval()
-    with torch.no_grad():  # away from a start that only repeats the target's output layer
-        for parameter in head.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    save_head(head, tmp_path / "head")
+    save_head(perturb(head, 0.02, seed=1), tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", to=to)
     prompts, accepted = [[1, 5, 9], [1, 30, 31]], []
     for folder in ("head", "out"):

@@ -6,6 +6,7 @@ from headstart.configs.errors import BadInput
 from headstart.heads.base import DraftBatch
 from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import HEADS, build_head
+from perturbing import perturb
 
 LENGTHS = [9, 14, 6]
 PADDED = 32
@@ -37,11 +38,7 @@ def alone(target, head, row: torch.Tensor) -> DraftBatch:
 
 def shaken(head_type, target, **changes):
     head = build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
-    return head.eval()
+    return perturb(head, 0.1, seed=3).eval()
 
 
 def by_chain(head, batch: DraftBatch, *, behind: int = 0) -> dict[tuple[int, int], torch.Tensor]:
