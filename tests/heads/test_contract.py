@@ -17,6 +17,7 @@ from headstart.heads.base import DraftBatch, DraftHead, chain_starts
 from headstart.heads.drafter import Reading
 from headstart.heads.export.write import engines_of
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 GOLDEN = json.loads(Path(__file__).with_name("golden_names.json").read_text())
@@ -43,10 +44,7 @@ def fresh(head_type, target, *, trained_looking=False, **changes) -> DraftHead:
     config = HEADS[family].config_class(type=family, **{**options, **changes})
     head = build_head(config, target, draft_token_ids=drafted, seed=1)
     if trained_looking:
-        source = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+        perturb(head, 0.1, seed=3)
     return head.eval()
 
 
@@ -156,6 +154,7 @@ def test_decoding_drafts_what_training_scored(head_type, family, beyond):
             at += one.num_committed[i]
 
 
+@pytest.mark.fast_only(head_type=sorted(HEADS))  # variants: the test above has their texts too
 def test_greedy_is_lossless(head_type, target, references):
     """For an untrained and a perturbed head, in a ragged batch and row by row, K from 1 to the most."""
     untrained, head = fresh(head_type, target), fresh(head_type, target, trained_looking=True)
@@ -166,6 +165,7 @@ def test_greedy_is_lossless(head_type, target, references):
     assert alone == references[1:3]
 
 
+@pytest.mark.fast_only(head_type=sorted(HEADS))
 def test_sampling_is_lossless(head_type, tiny_target, chi_square):
     """Two sampled tokens behind the first follow the target's distribution, enumerated exactly; chi-square."""
     target = tiny_target("llama", vocab_size=6, eos_token_id=None, num_hidden_layers=2)

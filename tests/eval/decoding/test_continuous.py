@@ -4,10 +4,10 @@ import os
 import random
 import time
 from collections import deque
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.stopping import Stop
@@ -16,12 +16,18 @@ from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from perturbing import perturb
 
 PROMPTS = [[5 + i, 7, 11 + i, 3][: 1 + i % 4] * (1 + i % 3) for i in range(11)]
 
 
 def alone(target, prompt, **options):
-    return generate(target, None, prompt, **options).token_ids[0]
+    return written(target, tuple(prompt), **options).copy()
+
+
+@cache
+def written(target, prompt, **options):
+    return generate(target, None, list(prompt), **options).token_ids[0]
 
 
 @pytest.mark.parametrize(("batch_size", "num_joining"), [(1, 1), (3, 1), (16, 1), (3, 2), (16, 4)])
@@ -45,6 +51,7 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     assert kept == [0, 6, 7, 5, 0, 0]
 
 
+@pytest.mark.fast_only(num_joining=[2])
 @pytest.mark.parametrize("num_joining", [1, 2])
 def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     head_type, num_joining, tiny_target, monkeypatch
@@ -52,11 +59,7 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    head = perturb(build_head(HEADS[head_type].config_class(type=head_type), target, seed=1), 0.1, seed=3).eval()
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]]
     rounds, run = [], continuous.run_round
     monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
@@ -128,7 +131,7 @@ def test_a_soak_leaves_memory_flat_and_every_text_the_targets_own(seconds, saved
     prompts = [[chance.randrange(3, 61) for _ in range(length)] for length in (1, 2, 7, 30, 120) * 3]
     some = [alone(target, prompt, max_new_tokens=6) for prompt in prompts[:5]]
     strings = [target.tokenizer.decode(text[at : at + 2]) for at, text in enumerate(some)]
-    texts = [alone(target, prompt, max_new_tokens=14, stop_strings=strings) for prompt in prompts]
+    texts = [generate(target, None, p, max_new_tokens=14, stop_strings=strings).token_ids[0] for p in prompts]
     assert len({len(text) for text in texts}) > 3
     stop, start, num_answered = Stop.of(target, strings=strings), time.monotonic(), 0
     waiting: deque[WaitingPrompt] = deque()

@@ -13,6 +13,7 @@ from headstart.eval.decoding.stopping import Stop
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 
@@ -20,11 +21,7 @@ PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 def perturbed(head_type, target, **changes):
     """A head whose drafts are sometimes right and sometimes wrong."""
     head = build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=source))
-    return head.eval()
+    return perturb(head, 0.02, seed=3).eval()
 
 
 def huggingface(target, prompt, num_tokens):
@@ -101,6 +98,7 @@ def target_of(tiny_target):
     return cache(tiny_target)
 
 
+@pytest.mark.fast_only(family=["gemma3", "gpt_neox", "qwen3_moe"])  # others: test_matrix.py, test_trees.py
 def test_rows_that_end_at_different_times_equal_single_rows(family, target_of):
     """Every family, windows and learned norms included; with end tokens that stop some rows early, others never."""
     target = target_of(family)

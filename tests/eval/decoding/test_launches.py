@@ -149,6 +149,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
     return seen
 
 
+@pytest.mark.fast_only(context=[1100, 5000])
 @pytest.mark.parametrize("context", [*SIZES["8b"].contexts[1:], 1100, 5000])
 @pytest.mark.parametrize("head_type", [None, "eagle3", "mtp"])
 def test_rounds_over_long_caches_read_them_in_parts(context, head_type, skeleton, monkeypatch):

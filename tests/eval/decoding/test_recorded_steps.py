@@ -256,6 +256,7 @@ def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkey
     assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
 
 
+@pytest.mark.fast_only(num_joining=[2])
 @pytest.mark.parametrize("num_joining", [1, 2, 3])
 def test_prompts_that_join_together_are_read_without_the_host(
     family, num_joining, tiny_target, recorded_strictly, monkeypatch

@@ -151,6 +151,7 @@ GUESSED, SAMPLED = [way for way in WAYS if not WAYS[way][0]], [way for way in WA
 CASES = [(tree, ways[i % 2]) for i, tree in enumerate(TREES) for ways in (GUESSED, SAMPLED[::-1])]
 
 
+@pytest.mark.fast_only(tree=["chain of 3", "ragged"])
 @pytest.mark.parametrize(
     ("tree", "sampled", "how", "draft"),
     [(tree, *WAYS[way]) for tree, way in CASES],

@@ -7,7 +7,6 @@ import pytest
 import torch
 from headstart.heads.decoders import joined_decoder, split_attention
 from headstart.heads.decoders.joined_decoder import LayerWeights, Shared, Sizes, compiled_layer
-from torch._inductor.graph import GraphLowering
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,7 @@ def stops_before_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(code: str) -> None:
         raise Generated(code)
 
-    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(stop))
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.save_output_code", staticmethod(stop))
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
