@@ -25,7 +25,7 @@ IN_CHART = {**IN_TABLE, "DSpark": "DSpark", "eagle": "EAGLE-1", "medusa": "Medus
 
 
 def main() -> None:
-    write_text(README, with_table(README.read_text(), table(RESULTS)))
+    write_text(README, with_figures(README.read_text(), table(RESULTS)))
     write_text(CHART, chart(RESULTS))
 
 
@@ -65,9 +65,9 @@ def speedup(entry: dict[str, Any]) -> str:
     return f"{entry['speedup']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def with_table(readme: str, made: str) -> str:
-    """The README with this table between its marks."""
-    before, rest = readme.split(START)
+def with_figures(page: str, made: str) -> str:
+    """The page with this between its marks."""
+    before, rest = page.split(START)
     return f"{before}{START}{made}{END}{rest.split(END)[1]}"
 
 

@@ -60,7 +60,7 @@ def test_links_between_pages_resolve():
 def test_the_figures_of_the_readme_are_those_of_the_results():
     results = ROOT / readme_figures.RESULTS
     readme = (ROOT / "README.md").read_text()
-    assert readme_figures.with_table(readme, readme_figures.table(results)) == readme, "run readme_figures"
+    assert readme_figures.with_figures(readme, readme_figures.table(results)) == readme, "run readme_figures"
     assert (ROOT / readme_figures.CHART).read_text() == readme_figures.chart(results), "run readme_figures"
 
 
