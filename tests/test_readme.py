@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from headstart.benchmarks import readme_figures
+from headstart.benchmarks import data_figures, readme_figures
 from headstart.scripts.cli import app
 from typer.main import get_command
 
@@ -62,6 +62,13 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
     readme = (ROOT / "README.md").read_text()
     assert readme_figures.with_figures(readme, readme_figures.table(results)) == readme, "run readme_figures"
     assert (ROOT / readme_figures.CHART).read_text() == readme_figures.chart(results), "run readme_figures"
+
+
+def test_the_figures_of_the_page_on_data_are_those_of_the_results():
+    curves = data_figures.read_curves(ROOT / data_figures.RESULTS)
+    page = (ROOT / data_figures.PAGE).read_text()
+    assert readme_figures.with_figures(page, data_figures.tables(curves)) == page, "run data_figures"
+    assert (ROOT / data_figures.CHART).read_text() == data_figures.chart(curves), "run data_figures"
 
 
 def test_the_readme_is_one_page():
