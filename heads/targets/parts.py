@@ -59,7 +59,6 @@ class FrozenModel:
         self.model = model.eval().requires_grad_(False)
         self.name, self.adapter = name, adapter
         self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
-        self.fingerprint = fingerprint if adapter is None else adapter.fingerprint_on(fingerprint)
         self._tokenizer, self._source = tokenizer, source
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
@@ -102,6 +101,11 @@ class FrozenModel:
             self.undecodable = "not all of its layers can read a text again where its rotary frequencies change"
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights that it computes with."""
+        return self.adapter.fingerprint_on(self.stored_fingerprint) if self.adapter else self.stored_fingerprint
 
     @property
     def full_name(self) -> str:

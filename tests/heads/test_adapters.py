@@ -152,7 +152,7 @@ def test_another_target_is_a_start_too(head_type, target, tiny_target, tmp_path)
     """Where load_head refuses: a head for a fine-tuned target starts from the one of the model it came from."""
     folder = save_head(fresh(head_type, target), tmp_path / "head")
     tuned = tiny_target("llama")
-    tuned.fingerprint = "another"
+    tuned.stored_fingerprint = "another"
     start_head(fresh(head_type, tuned).config, tuned, folder)
     with pytest.raises(BadInput, match="trained on target tiny-llama"):
         load_head(folder, tuned)

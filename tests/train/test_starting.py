@@ -109,7 +109,7 @@ def test_a_large_vocabulary_is_cut_to_what_the_answers_consist_of(run, monkeypat
 
 def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, capsys):
     target = Target.load(world / "target")
-    target.fingerprint, target.name = "other", "elsewhere"
+    target.stored_fingerprint, target.name = "other", "elsewhere"
     config = HEADS["eagle3"].config_class(type="eagle3", num_depths=3)
     folder = save_head(build_head(config, target), tmp_path / "of_another_target")
     done = run("eagle3", "a", f"train.start_from={folder}")

@@ -127,7 +127,8 @@ ANSWERS = AnswerCounts(
 
 
 def learner_of(machine, tmp_path, **answers):
-    journal, settings = SimpleNamespace(answers=replace(ANSWERS, **answers)), SimpleNamespace(target="target", seed=0)
+    journal = SimpleNamespace(answers=replace(ANSWERS, **answers))
+    settings = SimpleNamespace(target_section={"path": "target"}, seed=0)
     run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
     return Learner(run, {candidate.name: candidate for candidate in find_candidates()})
 
