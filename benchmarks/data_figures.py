@@ -21,7 +21,7 @@ from .readme_figures import with_figures
 RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
 
 
-HEIGHT = 190  # of the chart with its names
+HEIGHT = 240  # of the chart with its names
 
 
 @dataclass(frozen=True, kw_only=True)
