@@ -23,6 +23,8 @@ from .products import BLOCK, blocked, is_multiplied, multiply, multiply_argmax, 
 
 MOST_CHANNELS = 256  # per attention head
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
+# of a head's layer; the kernels would leave out what others do, such as DFlash2's convolutions
+PARTS = {"input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp"}
 MOST_TOKENS = 512  # per forward, where torch multiplies bf16 too: for more it is faster
 
 
@@ -64,8 +66,9 @@ class CpuLayers:
     @classmethod
     def of(cls, layers: Sequence[nn.Module], config: Any) -> "CpuLayers | None":
         """The layers of a head with this config; None if the kernels do not support them."""
-        is_known = config.hidden_act == "silu" and cls.takes(layers)
-        return cls(layers, eps=config.rms_norm_eps) if is_known else None
+        is_known = all(PARTS.issuperset(name for name, _ in layer.named_children()) for layer in layers)
+        fits = is_known and config.hidden_act == "silu" and cls.takes(layers)
+        return cls(layers, eps=config.rms_norm_eps) if fits else None
 
     def is_for(self, x: Tensor) -> bool:
         """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
