@@ -19,8 +19,6 @@ from ..eval.report.page import page_template
 from .readme_figures import with_figures
 
 RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
-
-
 HEIGHT = 240  # of the chart with its names
 
 

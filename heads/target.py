@@ -40,9 +40,18 @@ class Target(FrozenModel):
     is_sharded = False  # over processes, which must all call `forward` equally often
     prompt_chunk = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
 
-    def __init__(self, model: Any, *, name: str, fingerprint: str, **more: Any):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        name: str,
+        fingerprint: str,
+        tokenizer: Any = None,
+        source: TargetConfig | None = None,
+        adapter: ServedAdapter | None = None,
+    ):
         """Arguments as in `FrozenModel`. Raises BadInput if the model's outputs cannot be reproduced from its parts."""
-        super().__init__(model, name=name, fingerprint=fingerprint, **more)
+        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source, adapter=adapter)
         self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
         is_sparse = bool(SPARSE_ATTENTION & set(self.layer_types))
         self._needs_mask = bool(self._window or self.chunk or is_sparse)  # even where a token sees the whole cache

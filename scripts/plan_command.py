@@ -255,7 +255,7 @@ def show_schedules(loads: "Sequence[ScheduledLoad]", console: Console) -> None:
     for load in loads:
         how = "enable_adaptive_verification" if load.engine == "vllm" else "--verify-cost measured"
         fixed = f"K {load.fixed_num_draft_tokens}" if load.fixed_num_draft_tokens else "no drafts"
-        pays = "" if load.pays else ", not proved: keep to that"
+        pays = "" if load.pays else f": keep to {fixed}"
         console.print(
             f"batch {load.batch_size}, all rows busy: {load.engine}'s {how} {load.gain:.2f} times the speed of "
             f"{fixed}, {load.drafts_verified:.1f} drafts verified, on {load.num_texts} texts{pays}",

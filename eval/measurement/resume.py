@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -39,7 +39,7 @@ class BatchStore:
         self.path, self._on_first = Path(folder) / FILE, on_first
         self._file: BinaryIO | None = None
         self._offsets: dict[tuple[str, int], int] = {}  # of each line's first byte
-        self._digests: dict[int, str] = {}
+        self._digests = WeakKeyDictionary[Any, str]()  # by drafter
         self.used: set[str] = set()
 
     def __enter__(self) -> "BatchStore":
@@ -90,13 +90,12 @@ class BatchStore:
         write_text(self.path, "".join(lines))
 
     def digest_of(self, drafter: Any) -> str:
-        """`identity` of a drafter, computed once while it lives: another one may get its place in memory later."""
-        key = id(drafter)
-        if key not in self._digests:
-            self._digests[key] = identity(drafter)
-            if drafter is not None:
-                weakref.finalize(drafter, self._digests.pop, key, None)
-        return self._digests[key]
+        """`identity` of a drafter, computed once; None: the baseline's."""
+        if drafter is None:
+            return identity(None)
+        if drafter not in self._digests:
+            self._digests[drafter] = identity(drafter)
+        return self._digests[drafter]
 
     def _open(self) -> BinaryIO:
         """Open and index the file; an incomplete last line, left by a kill, is cut off. Raises as `__enter__`."""

@@ -7,7 +7,7 @@ texts are replayed as if what follows had been drawn anew at each position.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 from ...heads.drafter import Drafter
 from ...heads.drafting import worth_verifying
 from ...heads.target import Target
-from ..decoding import generate
 from ..decoding.draft_setting import chain
 from ..decoding.verify import AcceptedPath, AcceptRule, Candidates, accept_chain
 from ..measurement.config import MeasureConfig
 from ..measurement.metrics import LEAST_TIMED
+from ..measurement.runner import Runner
 from .prediction import LEAST_GAIN, StepTimes
 
 LEAST_ROUNDS = 256  # simulated of each load
@@ -40,31 +40,22 @@ def watch_texts(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], config: MeasureConfig, *, num_draft_tokens: int
 ) -> list[WatchedText]:
     """Decode the prompts, config.batch_size at a time, and record what would have been accepted at each position."""
-    texts: list[WatchedText] = []
+    seen, texts = list[torch.Tensor](), list[WatchedText]()
+
+    def watch(drafted: Candidates) -> AcceptedPath:
+        chosen = drafted.chosen()
+        seen.append(accept_chain(chosen, drafted.tokens))
+        return AcceptedPath(torch.zeros_like(seen[-1]), drafted.parents + 1, chosen[:, 0])
+
+    verifies_all = replace(chain(num_draft_tokens), verify_cost=0.0)  # and estimates them
+    rule = AcceptRule("watch", watch, takes_offered=True)
+    run = Runner(target, drafter, [*prompts], replace(config, setting=verifies_all, accept=rule, steps="eager"))
     for i in range(0, len(prompts), config.batch_size):
-        rows, seen = list(prompts[i : i + config.batch_size]), list[torch.Tensor]()
-
-        def watch(drafted: Candidates, seen: list[torch.Tensor] = seen) -> AcceptedPath:
-            chosen = drafted.chosen()
-            seen.append(accept_chain(chosen, drafted.tokens))
-            return AcceptedPath(torch.zeros_like(seen[-1]), drafted.parents + 1, chosen[:, 0])
-
-        text = generate(
-            target,
-            drafter,
-            rows,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_strings=config.stop_strings,
-            num_draft_tokens=num_draft_tokens,
-            accept=AcceptRule("watch", watch, takes_offered=True),
-            verify_cost=0.0,  # all are verified, and estimated
-            generator=torch.Generator(target.device).manual_seed(config.seed) if config.temperature > 0 else None,
-        )
-        accepted = torch.stack(seen).cpu().numpy() if seen else np.zeros((0, len(rows)), dtype=int)
-        for row in range(len(rows)):
+        seen.clear()
+        text = run([*prompts[i : i + config.batch_size]], config.seed)
+        num_rows = len(text.token_ids)
+        accepted = torch.stack(seen).cpu().numpy() if seen else np.zeros((0, num_rows), dtype=int)
+        for row in range(num_rows):
             living = [at for at, one in enumerate(text.rounds[1:]) if one.num_committed[row]]
             estimates = np.array([text.rounds[1 + at].estimates[row] for at in living]).reshape(-1, num_draft_tokens)
             texts.append(WatchedText(estimates, accepted[living, row]))

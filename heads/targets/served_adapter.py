@@ -24,10 +24,10 @@ from .stored import StoredTensor, fingerprint_of_stored, fingerprint_of_values, 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what peft puts before a module's name in its files
 # config keys of what is more than a low-rank sum on linear layers; vLLM refuses all of them but the last two too
-MORE = "use_dora modules_to_save lora_bias layer_replication alora_invocation_tokens use_bdlora use_qalora".split()
-MORE += ["trainable_token_indices", "target_parameters"]
+NOT_PLAIN = "use_dora modules_to_save lora_bias layer_replication alora_invocation_tokens use_bdlora use_qalora".split()
+NOT_PLAIN += ["trainable_token_indices", "target_parameters"]
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # of `init_lora_weights`; others change the target
-FULL = ("F32", "F16", "BF16", "F64")  # dtypes of weights that are not quantised
+UNQUANTISED = ("F32", "F16", "BF16", "F64")  # dtypes of tensors in a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class ServedAdapter:
         stored = read_header(folder / WEIGHTS)
         for name, tensor in stored.items():
             known = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight", name)
-            if known is None or len(tensor.shape) != 2 or tensor.dtype not in FULL:
+            if known is None or len(tensor.shape) != 2 or tensor.dtype not in UNQUANTISED:
                 raise BadInput(f"{folder / WEIGHTS}: tensor {name}: expected lora_A and lora_B of linear layers alone")
             pairs.setdefault(known[1], {})[known[2]] = tensor
         if not pairs:
@@ -97,7 +97,7 @@ class ServedAdapter:
         if not self.info.base or not (base / "config.json").is_file():
             return
         stored = stored_tensors(str(base))
-        is_full = all(tensor.dtype in FULL for tensor in stored.values())
+        is_full = all(tensor.dtype in UNQUANTISED for tensor in stored.values())
         if is_full and fingerprint_of_stored(stored, num_layers=num_layers) != fingerprint:
             where = f"{Path(self.path, CONFIG)}: base_model_name_or_path {base}"
             raise BadInput(f"{where}: has other weights than target {name}")
@@ -154,7 +154,7 @@ def read_config(path: Path) -> TypedKeys:
     config = TypedKeys(values, f"{path}: ")
     if (kind := config.read("peft_type", str)) != "LORA":
         raise BadInput(f"{path}: peft_type {kind}: expected LORA")
-    more = next((key for key in MORE if values.get(key)), "")
+    more = next((key for key in NOT_PLAIN if values.get(key)), "")
     if values.get("bias", "none") != "none":
         more = "bias"
     start = values.get("init_lora_weights")
