@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.errors import BadInput
-from .calibration import ConfidenceLine
 from .decoders.cpu.products import pack_linears
 from .drafter import Drafter
 from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
 from .export.serving import Serving
+from .loss.calibration import ConfidenceLine
 from .loss.chains import ChainStarts, LossOutput, chain_starts, expected_share, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits

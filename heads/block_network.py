@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .calibration import ConfidenceLine
+from .loss.calibration import ConfidenceLine
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, output_layer_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, through_layers, with_previous

@@ -16,8 +16,8 @@ from ..configs.jsonl import loads
 from ..configs.typed import check_type
 from .adapters import merged_state, read_adapter, write_adapter
 from .base import DraftHead, HeadConfig
-from .calibration import ConfidenceLine
 from .export.record import HeadRecord, read_head_config
+from .loss.calibration import ConfidenceLine
 from .targets.stored import NUM_VALUES, fingerprint_of_values
 
 ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers

@@ -15,7 +15,7 @@ from ..eval.decoding.replay import default_steps
 from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead, LossOutput
-from ..heads.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
+from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from ..heads.nn.documents import Documents
 from ..heads.nn.target_output import TargetOutput
 from ..heads.target import Target

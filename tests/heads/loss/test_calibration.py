@@ -8,8 +8,8 @@ import torch
 from headstart.eval.decoding import generate
 from headstart.heads.base import DraftBatch
 from headstart.heads.block_network import BlockConfig
-from headstart.heads.calibration import ConfidenceLine, count_accepted, fit_confidence
 from headstart.heads.export.write import export_head
+from headstart.heads.loss.calibration import ConfidenceLine, count_accepted, fit_confidence
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from safetensors.torch import load_file
