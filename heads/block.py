@@ -23,12 +23,12 @@ from .base import DraftBatch
 from .block_network import BlockNetwork
 from .decoders.cache import SlotCache
 from .decoders.cpu.decoder import CpuLayers
-from .decoders.cpu.products import pack_linears
+from .decoders.cpu.products import pack_linears, usable_kernels
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .export.block import BlockServing
 from .nn.block_layer import draft_block, with_previous, write_context
-from .nn.dflash2 import NUM_TAPS, only
+from .nn.dflash2 import NUM_TAPS, Candidates, only
 from .nn.layers import serving_keys, window_keys
 from .start.block import fit_block
 from .start.closed_form import scale_norm
@@ -45,7 +45,7 @@ class BlockState:
     anchor: Tensor  # [B, 1] the token that follows it
     hidden: Tensor  # [B, K, D] the last block's states, input of the output layer
     logits: Tensor  # [B, K, Vd] its logits, before what depends on the token before
-    candidates: tuple[Tensor, Tensor] | None = None  # [B, K, top_k] of the selector: their logits and draft ids
+    candidates: Candidates | None = None  # [B, K, ...] of the selector
 
 
 class BlockHead(BlockNetwork):
@@ -129,7 +129,15 @@ class BlockHead(BlockNetwork):
     @torch.no_grad()
     def propose(self, state: BlockState, *, num_draft_tokens: int) -> Proposal:
         state.num_depths = num_draft_tokens
-        return super().propose(state, num_draft_tokens=num_draft_tokens)
+        selector, to_target = self.candidate_selector, None if self.vocabulary is None else self.vocabulary.to_target
+        if selector is None or usable_kernels(self.fc.weight) is None:
+            return super().propose(state, num_draft_tokens=num_draft_tokens)
+        self.fill(state)
+        assert state.candidates is not None
+        chain = state.candidates.chain(state.anchor[:, 0], selector.predecessor_codebook, to_target)
+        assert chain is not None
+        tokens, scores = chain
+        return Proposal(tokens, logits=list(only(scores, state.candidates.ids, self.num_drafted).unbind(1)))
 
     @torch.no_grad()
     def propose_tree(self, state: BlockState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
@@ -138,6 +146,11 @@ class BlockHead(BlockNetwork):
 
     @torch.no_grad()
     def first_logits(self, state: BlockState) -> Tensor:
+        self.fill(state)
+        return self.expand(state, state.anchor, None, depth=0)[:, 0]
+
+    def fill(self, state: BlockState) -> None:
+        """Fill the slots of a block: its states and logits, before what depends on the token before."""
         hidden = self.slots(state.anchor, state.num_depths)  # [B, W, D]
         positions = state.position[:, None] + 1 + torch.arange(hidden.shape[1], device=hidden.device)  # [B, W]
         state.cache.seek(positions, extent=state.extent)
@@ -146,22 +159,18 @@ class BlockHead(BlockNetwork):
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
         if self.candidate_selector is not None:
-            state.candidates = self.candidate_selector.candidates(state.logits)
-        return self.expand(state, state.anchor, None, depth=0)[:, 0]
+            state.candidates = self.candidate_selector.best(state.hidden, state.logits)
 
     @torch.no_grad()
     def expand(self, state: BlockState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        here = slice(depth, depth + 1)
-        logits = state.logits[:, here]  # [B, 1, Vd]
+        logits = state.logits[:, depth : depth + 1]  # [B, 1, Vd]
         if self.markov_head is not None:
             return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
         if self.candidate_selector is None or state.candidates is None:
             return logits.expand(-1, tokens.shape[1], -1)
-        unary, ids = (part[:, here] for part in state.candidates)  # [B, 1, top_k]
-        scores = self.candidate_selector.scores(
-            state.hidden[:, here], self.candidate_selector.previous(tokens), unary, ids
-        )
-        return only(scores, ids, self.num_drafted)
+        candidates = state.candidates.at(depth)
+        scores = candidates.scores(self.candidate_selector.previous(tokens))
+        return only(scores, candidates.ids, self.num_drafted)
 
     @torch.no_grad()
     def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:

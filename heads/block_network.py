@@ -176,10 +176,10 @@ class BlockNetwork(DraftHead):
         return hidden[..., : self.target.hidden_size]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        logits, selector = self.slot_logits(hidden), self.candidate_selector
-        if selector is None:
+        logits = self.slot_logits(hidden)
+        if self.candidate_selector is None:
             return logits
-        unary, ids = selector.candidates(logits)
+        unary, ids = logits.topk(self.candidate_selector.top_k, -1)
         return only(self.select(hidden, unary, ids), ids, self.num_drafted)
 
     def slot_logits(self, hidden: Tensor) -> Tensor:
@@ -189,9 +189,9 @@ class BlockNetwork(DraftHead):
         return logits if self.markov_head is None else logits + self.markov_head.markov_w2(before)
 
     def select(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Tensor:
-        """`CandidateSelector.scores` of [..., D + rank]."""
+        """[..., top_k] the candidates' logits of [..., D + rank]."""
         states, before = hidden.tensor_split([self.target.hidden_size], -1)
-        return cast(CandidateSelector, self.candidate_selector).scores(states, before, unary, ids)
+        return cast(CandidateSelector, self.candidate_selector).read(states, unary, ids).scores(before)
 
     def loss_spec(self, depth: int) -> LossSpec:
         spec, config = replace(super().loss_spec(depth), draft_logits=self.slot_logits), self.config

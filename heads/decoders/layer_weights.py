@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 class LayerWeights(NamedTuple):
-    """For F channels of the MLP; bias, query_norm and key_norm only in some families."""
+    """For F channels of the MLP; bias, query_norm and key_norm only in some families, convolutions with G groups of
+    channels around attention and MLP in DFlash2's layers."""
 
     attention_norm: Tensor  # [D]
     qkv: Tensor  # [(N + 2 Nkv) H, D]
@@ -17,3 +18,7 @@ class LayerWeights(NamedTuple):
     mlp_norm: Tensor  # [D]
     gate_up: Tensor  # [2 F, D]
     down: Tensor  # [D, F]
+    attention_taps: Tensor | None = None  # [2, taps, D]
+    attention_correction: Tensor | None = None  # [2 * taps * G, D]
+    mlp_taps: Tensor | None = None
+    mlp_correction: Tensor | None = None

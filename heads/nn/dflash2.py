@@ -9,10 +9,13 @@ before, gated by the slot's state: U(b) + <A(a) * H(h), B(b)> for the candidate 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..decoders.cpu.products import usable_kernels
 
 NUM_TAPS = 2  # the slot itself and the one before it
 NEVER = float("-inf")  # the logit of tokens that are not among the candidates
@@ -50,6 +53,45 @@ def convolved(x: Tensor, base: Tensor, corrections: Tensor, *, num_blocks: int) 
     return total
 
 
+class Candidates(NamedTuple):
+    """The tokens that slots choose from."""
+
+    unary: Tensor  # [..., top_k] logits
+    ids: Tensor  # [..., top_k] draft ids
+    gates: Tensor  # [..., r] H(h)
+    successors: Tensor  # [..., top_k, r] B(b)
+
+    def at(self, depth: int) -> "Candidates":
+        """Those of a slot [B, 1, ...], of all slots' [B, K, ...]."""
+        return Candidates(*(part[:, depth : depth + 1] for part in self))
+
+    def scores(self, previous: Tensor) -> Tensor:
+        """[..., top_k] the candidates' logits behind tokens A(a) [..., r]."""
+        pairwise = self.successors @ (previous * self.gates)[..., None]  # [..., top_k, 1]
+        return self.unary + pairwise[..., 0].to(self.unary.dtype)
+
+    def chain(self, anchors: Tensor, predecessors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Greedy chains of slots [B, K, ...] by one call of the CPU kernels; None where they are not usable.
+
+        Args: anchors: [B] tokens before them. predecessors: [V, r] A. to_target: [Vd] of draft ids; None: the same.
+        Returns target ids [B, K], and the logits [B, K, top_k] by which they were chosen.
+        """
+        library = usable_kernels(self.gates)
+        if library is None:
+            return None
+        slots = Candidates(*(part.contiguous() for part in self._replace(unary=self.unary.to(self.gates.dtype))))
+        predecessors, anchors = predecessors.contiguous(), anchors.contiguous()
+        tokens, scores = anchors.new_empty(slots.ids.shape[:2]), torch.empty_like(slots.unary)
+        library.choose(
+            *(part.data_ptr() for part in (*slots, predecessors)),
+            None if to_target is None else to_target.data_ptr(),
+            anchors.data_ptr(),
+            *(*slots.ids.shape, slots.gates.shape[-1]),
+            *(part.data_ptr() for part in (tokens, scores)),
+        )
+        return tokens, scores
+
+
 class CandidateSelector(nn.Module):
     """The low-rank term of the selector: predecessor_codebook A [V, r], hidden_projection H, successor_codebook B
     [Vd, r]."""
@@ -66,18 +108,13 @@ class CandidateSelector(nn.Module):
         """[...] target ids -> [..., r]."""
         return F.embedding(tokens, self.predecessor_codebook)
 
-    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., Vd] logits of the slots -> [..., top_k] those of the candidates, and their draft ids."""
-        return logits.topk(self.top_k, -1)
+    def read(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Candidates:
+        """What a choice needs, of slots [..., D] and their candidates' logits and draft ids [..., top_k]."""
+        return Candidates(unary, ids, self.hidden_projection(hidden), F.embedding(ids, self.successor_codebook))
 
-    def scores(self, hidden: Tensor, previous: Tensor, unary: Tensor, ids: Tensor) -> Tensor:
-        """[..., top_k] the candidates' logits behind a token.
-
-        Args: hidden: [..., D] of the slots. previous: [..., r] of the tokens before them. unary, ids: of `candidates`.
-        """
-        gate = previous * self.hidden_projection(hidden)  # [..., r]
-        pairwise = F.embedding(ids, self.successor_codebook) @ gate[..., None]  # [..., top_k, 1]
-        return unary + pairwise[..., 0].to(unary.dtype)
+    def best(self, hidden: Tensor, logits: Tensor) -> Candidates:
+        """The most probable tokens of slots [..., D] by their logits [..., Vd]."""
+        return self.read(hidden, *logits.topk(self.top_k, -1))
 
 
 def only(scores: Tensor, ids: Tensor, num_drafted: int) -> Tensor:

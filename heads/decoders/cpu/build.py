@@ -138,6 +138,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "multiply": product,
         "multiply_argmax": product,
         "argmax": [address, number, number, address],
+        "choose": [*[address] * 7, *[number] * 4, address, address],
         "normalise_rows": [address, address, address, number, number, ctypes.c_float],
         "widen": [ctypes.c_bool],
         "struct_sizes": [address],

@@ -22,9 +22,13 @@ from .build import kernels, multiplies_bf16
 from .products import BLOCK, blocked, is_multiplied, multiply, multiply_argmax, usable_kernels
 
 MOST_CHANNELS = 256  # per attention head
+CONVOLUTIONS = ("attention_conv", "mlp_conv")  # of DFlash2's layers
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
-# of a head's layer; the kernels would leave out what others do, such as DFlash2's convolutions
-PARTS = {"input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp"}
+# of a head's layer; the kernels would leave out what others do
+PARTS = {
+    *("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp"),
+    *CONVOLUTIONS,
+}
 MOST_TOKENS = 512  # per forward, where torch multiplies bf16 too: for more it is faster
 
 
@@ -46,6 +50,8 @@ class CpuLayers:
         self.hidden_size, self.head_dim = attention.o_proj.out_features, attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        conv = getattr(first, CONVOLUTIONS[0], None)
+        self.num_groups = 0 if conv is None else conv.kernel_projection.out_features // conv.base_kernel[..., 0].numel()
         self.mlp_size, self.read_size, self.eps = mlp.gate_proj.out_features, attention.q_proj.in_features, eps
         self.weights = [blocked_weights(layer) for layer in layers]
         self.layers = (structs.Layer * len(layers))()
@@ -159,6 +165,7 @@ class CpuLayers:
             value_stride=value_stride,
             row_stride=row_stride,
             head_stride=head_stride,
+            num_groups=self.num_groups,
             num_threads=torch.get_num_threads(),
             cache=whole.data_ptr() + first_layer * layer_stride * whole.element_size(),
             cos=tables.cos.data_ptr(),
@@ -247,7 +254,19 @@ def blocked_weights(layer: Any) -> LayerWeights:
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=torch.stack([blocked(mlp.gate_proj.weight), blocked(mlp.up_proj.weight)], 1),
         down=blocked(mlp.down_proj.weight),
+        **convolutions(layer),
     )
+
+
+def convolutions(layer: Any) -> dict[str, Tensor]:
+    """The taps of a layer's convolutions, and the blocked matrices that correct them; empty if it has none."""
+    weights = {}
+    for name in CONVOLUTIONS:
+        if (conv := getattr(layer, name, None)) is not None:
+            prefix = name.removesuffix("_conv")
+            weights[f"{prefix}_taps"] = conv.base_kernel.detach().contiguous()
+            weights[f"{prefix}_correction"] = blocked(conv.kernel_projection.weight)
+    return weights
 
 
 def gain_of(norm: Any) -> Any:

@@ -37,9 +37,11 @@ constexpr int64_t WIDE = 2 * LANES;
 constexpr int64_t MOST_CHANNELS = 256;  // of an attention head
 
 // Products [N, K] as blocks [N / 32, K / 2, 32, 2], zeros behind N; gate_up has the blocks of gate and up by turns.
-// The norms and bias may be null: there are none.
+// The norms and bias may be null: there are none. So may the convolutions: taps [2, 2, D], of which the first index says
+// whether before or behind attention or MLP, and the product [2 * 2 * num_groups, D] that corrects them.
 struct Layer {
   const bf16 *attention_norm, *qkv, *bias, *query_norm, *key_norm, *output, *mlp_norm, *gate_up, *down;
+  const bf16 *attention_taps, *attention_correction, *mlp_taps, *mlp_correction;
   bf16* kept;  // [M, D] for what enters the layer; null: not wanted
 };
 
@@ -60,6 +62,7 @@ struct Forward {
   const bf16* output;                // blocked, of the largest of whose num_outputs products of a token the index
   int64_t* best;                     // goes here, [B, Q]; null: they are not computed
   int64_t num_outputs;
+  int64_t num_groups;  // of channels with a correction of the convolutions each
   float eps;
 };
 
@@ -404,6 +407,33 @@ static void place(const Forward& s, const Layer& w, bf16* keys, bf16* projected,
   }
 }
 
+static Floats all_of(bf16 number) {
+  uint32_t bits = uint32_t(number) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return all(wide);
+}
+
+// Within a parallel region: x [M, D] becomes, in place, (taps[0] + a) x + (taps[1] + b) x of the token before, nothing for
+// a row's first; a and b, one for each group of channels, lie in corrections [M, 2, 2, num_groups], where `corrections`
+// points to those of these taps.
+static void convolve(const Forward& s, bf16* x, const bf16* taps, const bf16* corrections) {
+  int64_t D = s.hidden, Q = s.num_queries, groups = s.num_groups, size = D / groups;
+#pragma omp for
+  for (int64_t task = 0; task < s.num_rows * groups; task++) {
+    int64_t row = task / groups, group = task % groups;
+    for (int64_t m = (row + 1) * Q - 1; m >= row * Q; m--) {
+      const bf16* own = corrections + m * 4 * groups + group;
+      Floats a = all_of(own[0]), b = all_of(own[groups]);
+      for (int64_t n = group * size, end = n + size; n < end; n += LANES) {
+        Floats sum = load(x + m * D + n, end - n) * (load(taps + n, end - n) + a);
+        if (m > row * Q) sum = fma(load(x + (m - 1) * D + n, end - n), load(taps + D + n, end - n) + b, sum);
+        store(x + m * D + n, sum, end - n);
+      }
+    }
+  }
+}
+
 // the bytes of Layer, Forward and Chain, which structs.py compares with its own
 extern "C" void struct_sizes(int64_t* sizes) {
   sizes[0] = sizeof(Layer), sizes[1] = sizeof(Forward), sizes[2] = sizeof(Chain);
@@ -431,7 +461,7 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
   const Forward& s = *forward;
   int64_t D = s.hidden, H = s.head_dim, N = s.num_heads, kv = s.num_kv_heads, Q = s.num_queries, M = s.num_rows * Q;
   int64_t width = (N + 2 * kv) * H, extent = s.mask ? s.extent : *std::max_element(s.last, s.last + M) + 1;
-  std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp);
+  std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp), corrections(M * 4 * s.num_groups);
   std::vector<int32_t> seen(M * extent);
   std::vector<int64_t> num_seen(M, 0);  // how many slots a token sees
   std::vector<int64_t> shared(M, 0);    // how many of the first of these are those of the token before it
@@ -448,6 +478,26 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
 #pragma omp parallel num_threads(s.num_threads)
   {
     std::vector<float> scores(most * (extent + LANES));
+    auto convolve_before = [&](const bf16* taps, const bf16* correction) {
+      if (!taps) return;
+      int64_t num = 4 * s.num_groups;
+      product(normed.data(), M, D, correction, num, [&](int64_t m, int64_t n, Floats sum, int64_t count) {
+        store(&corrections[m * num + n], sum, count);
+      });
+      convolve(s, normed.data(), taps, corrections.data());
+    };
+    auto add_product = [&](const bf16* from, int64_t K, const bf16* weights, const bf16* taps) {
+      bf16* to = taps ? normed.data() : x;
+      product(from, M, K, weights, D, [&](int64_t m, int64_t n, Floats sum, int64_t count) {
+        store(to + m * D + n, taps ? sum : load(x + m * D + n, count) + rounded(sum), count);
+      });
+      if (!taps) return;
+      convolve(s, to, taps + 2 * D, corrections.data() + 2 * s.num_groups);
+#pragma omp for
+      for (int64_t m = 0; m < M; m++)
+        for (int64_t n = 0; n < D; n += LANES)
+          store(x + m * D + n, load(x + m * D + n, D - n) + load(to + m * D + n, D - n), D - n);
+    };
     for (int64_t i = 0; i < num_layers; i++) {
       const Layer& w = layers[i];
       bf16* keys = s.cache + i * s.layer_stride;
@@ -457,6 +507,7 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
         if (w.kept) std::memcpy(w.kept + m * D, x + m * D, D * sizeof(bf16));
         if (read == normed.data()) normalise(x + m * D, w.attention_norm, &normed[m * D], D, s.eps);
       }
+      convolve_before(w.attention_taps, w.attention_correction);
       product(read, M, read == s.read ? s.read_size : D, w.qkv, width, [&](int64_t m, int64_t n, Floats sum, int64_t count) {
         if (w.bias) sum = rounded(sum) + load(w.bias + n, count);
         store(&projected[m * width + n], sum, count);
@@ -476,12 +527,10 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
         const bf16* at = keys + row * s.row_stride + key_head * s.head_stride;
         by_number[count - 1](queries, common, H, at, at + s.value_stride);
       }
-      auto add = [&](int64_t m, int64_t n, Floats sum, int64_t count) {
-        store(x + m * D + n, load(x + m * D + n, count) + rounded(sum), count);
-      };
-      product(mixed.data(), M, N * H, w.output, D, add);
+      add_product(mixed.data(), N * H, w.output, w.attention_taps);
 #pragma omp for
       for (int64_t m = 0; m < M; m++) normalise(x + m * D, w.mlp_norm, &normed[m * D], D, s.eps);
+      convolve_before(w.mlp_taps, w.mlp_correction);
       const Rows rows(normed.data(), M, D);
 #pragma omp for
       for (int64_t block = 0; block < (s.mlp + BLOCK - 1) / BLOCK; block++) {
@@ -498,7 +547,7 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
             }
         }
       }
-      product(active.data(), M, s.mlp, w.down, D, add);
+      add_product(active.data(), s.mlp, w.down, w.mlp_taps);
     }
 #pragma omp for
     for (int64_t m = 0; m < M; m++)
@@ -550,6 +599,32 @@ extern "C" void multiply_argmax(const bf16* x, int64_t M, int64_t K, const bf16*
   products.resize(M * N);
   multiply(x, M, K, w, N, products.data(), num_threads);
   argmax(products.data(), M, N, best);
+}
+
+// Greedy chains [B, K] behind anchors [B]. Each token is the best of `num` candidates by their scores, which go to `scores`
+// [B, K, num]: unary [B, K, num] + successors [B, K, num, rank] . (predecessors [V, rank] of the token before * gates
+// [B, K, rank]). ids are theirs among the outputs, to_target the token of each output; null: the same number.
+extern "C" void choose(const bf16* unary, const int64_t* ids, const bf16* gates, const bf16* successors,
+                       const bf16* predecessors, const int64_t* to_target, const int64_t* anchors, int64_t B, int64_t K,
+                       int64_t num, int64_t rank, int64_t* tokens, bf16* scores) {
+  std::vector<float> gate(rank + LANES);
+  for (int64_t b = 0; b < B; b++) {
+    int64_t token = anchors[b];
+    for (int64_t k = 0; k < K; k++, gates += rank, ids += num, unary += num, scores += num) {
+      for (int64_t i = 0; i < rank; i += LANES)
+        store(&gate[i], rounded(load(predecessors + token * rank + i, rank - i) * load(gates + i, rank - i)));
+      int64_t best = 0;
+      float most = -INFINITY;
+      for (int64_t j = 0; j < num; j++, successors += rank) {
+        Floats products = all(0);
+        for (int64_t i = 0; i < rank; i += LANES) products = fma(load(successors + i, rank - i), load(&gate[i]), products);
+        Floats score = rounded(load(unary + j, 1) + rounded(all(sum(products))));
+        store(scores + j, score, 1);
+        if (float own = largest(behind(score, 1, -INFINITY)); own > most) most = own, best = ids[j];
+      }
+      tokens[b * K + k] = token = to_target ? to_target[best] : best;
+    }
+  }
 }
 
 // The probability of the largest of logits [n].

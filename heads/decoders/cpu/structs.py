@@ -43,6 +43,7 @@ class Forward(ctypes.Structure):
         ("output", ADDRESS),
         ("best", ADDRESS),
         ("num_outputs", NUMBER),
+        ("num_groups", NUMBER),
         ("eps", ctypes.c_float),
     ]
 
