@@ -14,7 +14,6 @@ from ..eval.report.charts import WIDTH, Bar, bar_chart
 from ..eval.report.page import page_template
 
 RESULTS, README, CHART = Path("docs/results/smollm2.json"), Path("README.md"), Path("docs/results/speedups.svg")
-START, END = "<!-- figures: start -->\n", "<!-- figures: end -->\n"
 FUNCTIONS, QUESTIONS = "Python functions", "GSM8K questions"
 WORK = {  # the measurements of each domain, by how their `work` begins
     FUNCTIONS: "SmolLM2-135M-Instruct, bf16, Python functions (MBPP): families beside each other",
@@ -65,10 +64,11 @@ def speedup(entry: dict[str, Any]) -> str:
     return f"{entry['speedup']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def with_figures(page: str, made: str) -> str:
-    """The page with this between its marks."""
-    before, rest = page.split(START)
-    return f"{before}{START}{made}{END}{rest.split(END)[1]}"
+def with_figures(page: str, made: str, *, name: str = "figures") -> str:
+    """The page with this between the marks of that name."""
+    start, end = f"<!-- {name}: start -->\n", f"<!-- {name}: end -->\n"
+    before, rest = page.split(start)
+    return f"{before}{start}{made}{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 import ast
 import importlib
 import re
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from headstart.benchmarks import data_figures, readme_figures
 from headstart.scripts.cli import app
+from headstart.train import trend
 from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
@@ -67,8 +69,14 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
 def test_the_figures_of_the_page_on_data_are_those_of_the_results():
     curves = data_figures.read_curves(ROOT / data_figures.RESULTS)
     page = (ROOT / data_figures.PAGE).read_text()
-    assert readme_figures.with_figures(page, data_figures.tables(curves)) == page, "run data_figures"
+    assert data_figures.page_of(page, curves) == page, "run data_figures"
     assert (ROOT / data_figures.CHART).read_text() == data_figures.chart(curves), "run data_figures"
+
+
+def test_forecasts_expect_what_the_trainings_of_the_page_on_data_did():
+    fitted = data_figures.fitted(data_figures.read_curves(ROOT / data_figures.RESULTS))
+    constants = (trend.SLOPE, trend.SLOPE_DEVIATION, trend.SPREAD, trend.DOUBLING, trend.DOUBLING_DEVIATION)
+    assert astuple(fitted) == constants, "take them over into train/trend.py"
 
 
 def test_the_readme_is_one_page():

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from ...configs.errors import BadInput
 from ...configs.files import write_json
 from ...configs.loader import build
+from ...train.trend import Forecast, Validated
 from .foreign import OwnAnswers
 from .steps import StepRecord
 
@@ -147,7 +148,12 @@ class Score:
     acceptance_rate: list[float | None]  # by draft position; null: never reached
     num_draft_tokens: int  # the K with the highest predicted speedup
     predicted_speedup: float
+    num_rounds: int = 0  # that were decoded
     problem: str = ""  # why there is no score; the figures are then meaningless
+
+    @property
+    def validated(self) -> Validated:
+        return Validated(self.steps, self.acceptance_length, self.num_rounds)
 
 
 @dataclass
@@ -167,6 +173,7 @@ class Chosen:
     max_steps: int  # optimizer steps of the final training
     extracts: bool = False  # whether the target's states are extracted before it
     score: Score | None = None  # of its last rung
+    expected: Forecast | None = None  # of the acceptance length after them
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,10 @@ class Trained:
 
     head: str  # folder
     score: Score | None
+    course: list[Validated] = field(
+        default_factory=list
+    )  # its validations, steps counted over rungs and final training
+    with_more: Forecast | None = None  # of the acceptance length with twice as many answers and steps
 
 
 @dataclass(frozen=True)

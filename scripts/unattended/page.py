@@ -87,7 +87,8 @@ def write_auto_page(run: AutoRun) -> list[str]:
         ],
     )
     headline = decision.headline + (f": {speedup} times the speed" if decision.deploy else "")
-    return [headline, *decision.reasons, *decision.commands, f"written to {path}"]
+    more = more_text(journal)
+    return [headline, *decision.reasons, *([more] if more else []), *decision.commands, f"written to {path}"]
 
 
 def candidates_part(run: AutoRun) -> Part:
@@ -139,8 +140,16 @@ def learning_part(journal: AutoJournal) -> Part | None:
         " Tokens per round were measured by decoding answers to validation prompts. The last training starts from the "
         "head of the last rung, and counts its steps from 0."
     )
+    text += f" {more_text(journal)}"
     columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]
     return "What they learnt", text, Table("Rungs of equal time", columns, rows, num_labels=3)
+
+
+def more_text(journal: AutoJournal) -> str:
+    """What a longer run would bring; empty if nothing was validated."""
+    if not journal.trained or not journal.trained.with_more:
+        return ""
+    return f"With twice the answers and steps, the head would commit about {journal.trained.with_more} tokens per round."
 
 
 def figures(score: Score) -> list[str]:

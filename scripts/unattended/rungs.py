@@ -6,15 +6,19 @@ rung, every candidate is trained once, for an equal share of the rung's time.
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...configs.errors import BadInput
+from ...train.trend import Validated, forecast
 from .candidates import Candidate, find_candidates
 from .clock import HALVING
 from .journal import Chosen, Measured, Rung, Score, Trained
 from .session import AutoRun
-from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, steps_in
+from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, steps_in, validations
 
+MORE = 2  # times the answers and steps: what a run of twice the budget has, about
+WORTHWHILE = 1.01  # times the acceptance length that the final training must be able to reach
 LATE = 1.5  # a candidate's training in a rung is stopped without a score after this multiple of its time
 
 
@@ -88,7 +92,15 @@ def choose(run: AutoRun) -> Chosen:
     [name] = names
     scores = [score for rung in journal.rungs for score in rung.scores if score.name == name and not score.problem]
     steps, extracts = learner.planned(name, journal.rungs, seconds=run.left_until(journal.learning_until))
-    return Chosen(name, max(steps, 0), extracts, scores[-1] if scores else None)
+    course, steps = course_of(run, name), max(steps, 0)
+    expected = forecast(course, course[-1].step + steps) if course and steps else None
+    return Chosen(name, steps, extracts, scores[-1] if scores else None, expected)
+
+
+def course_of(run: AutoRun, name: str) -> list[Validated]:
+    """A candidate's validations in its rungs."""
+    scores = [score for rung in run.journal.rungs for score in rung.scores]
+    return [score.validated for score in scores if score.name == name and not score.problem]
 
 
 def run_rung(run: AutoRun, names: list[str], learner: Learner) -> list[str]:
@@ -121,7 +133,7 @@ def run_rung(run: AutoRun, names: list[str], learner: Learner) -> list[str]:
             record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
             score = learner.score(name, run.folder / "candidates" / name, record, steps_before=reached.get(name, 0))
         except BadInput as error:  # this candidate cannot be trained; the others may
-            score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, str(error))
+            score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, problem=str(error))
         current.scores.append(score)
         told = f"{score.acceptance_length:.2f} tokens per round, predicted speedup {score.predicted_speedup:.2f}"
         run.say(f"  {score.problem or told}")
@@ -155,15 +167,16 @@ def extract(run: AutoRun, learner: Learner) -> bool:
 def learn(run: AutoRun) -> Trained:
     """Trains the chosen candidate for the rest of the training time, with a decaying learning rate.
 
-    If there is no time for that, or it makes the candidate worse, the best checkpoint of its rungs is taken.
+    If there is no time for that, it would gain too little, or it makes the candidate worse, the best checkpoint of its
+    rungs is taken.
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
     journal, chosen, learner = run.journal, run.journal.chosen, Learner(run, offered(run))
     assert chosen is not None
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
-    head, score = earlier, chosen.score
-    if chosen.max_steps >= LEAST_STEPS or not earlier:
+    head, score, course = earlier, chosen.score, course_of(run, chosen.name)
+    if not earlier or (chosen.max_steps >= LEAST_STEPS and gains_by_training(run, chosen)):
         steps, pace = max(chosen.max_steps, LEAST_STEPS), learner.pace(chosen.name, journal.rungs)
         training = partial(learner.final_training, learner.candidates[chosen.name], steps, earlier, pace=pace)
         seconds = run.left_until(journal.learning_until)
@@ -175,9 +188,26 @@ def learn(run: AutoRun) -> Trained:
         record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
         shutil.rmtree(learner.states, ignore_errors=True)
         last = learner.score(chosen.name, run.folder / "training", record, steps_before=0)
+        before = course[-1].step if course else 0
+        course += [
+            replace(part.validated, step=before + part.validated.step) for part in validations(run.folder / "training")
+        ]
         trained = head_in(run.folder / "training", "final", "best")
         if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):
             head, score = trained, score if last.problem else last
     if not head:
         raise BadInput(f"{chosen.name} was not trained in time: see {run.folder / 'logs'}, or give a larger --budget")
-    return Trained(head, score)
+    with_more = forecast(course, MORE * course[-1].step, answers=MORE) if course else None
+    return Trained(head, score, course, with_more)
+
+
+def gains_by_training(run: AutoRun, chosen: Chosen) -> bool:
+    """Whether the final training may be worth its time, by the forecast from the rungs; says what that is."""
+    expected, score = chosen.expected, chosen.score
+    if expected is None or score is None:
+        return True
+    gains = expected.high >= WORTHWHILE * score.acceptance_length
+    run.say(
+        f"  tokens per round expected after {chosen.max_steps} more steps: {expected}" + ("" if gains else "; it ends")
+    )
+    return gains

@@ -23,6 +23,7 @@ from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, w
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.targets.fit import row_share
 from ...train.config import TrainConfig
+from ...train.trend import Validated
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED
@@ -226,23 +227,34 @@ class Learner:
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        validation = last_validation(output)
-        if validation is None or validation[0] <= steps_before or (record.exit_code and not record.stopped):
+        measured = validations(output)
+        reached = measured[-1].validated if measured else None
+        if reached is None or reached.step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
-            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem)
-        step, length, rates = validation
-        return Score(name, step, record.seconds, length, rates, *predict_length(rates, self.measured(name).costs))
+            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem=problem)
+        rates = measured[-1].acceptance_rate
+        num_draft_tokens, speedup = predict_length(rates, self.measured(name).costs)
+        figures = (reached.step, record.seconds, reached.acceptance_length, rates, num_draft_tokens, speedup)
+        return Score(name, *figures, num_rounds=reached.num_rounds)
 
 
-def last_validation(run: Path) -> tuple[int, float, list[float | None]] | None:
-    """Step, acceptance length and acceptance rates of the last decoded validation of a run; None if there is none."""
+@dataclass(frozen=True)
+class DecodedAnswers:
+    """A validation by decoding."""
+
+    validated: Validated
+    acceptance_rate: list[float | None]  # by draft position
+
+
+def validations(run: Path) -> list[DecodedAnswers]:
+    """The decoded validations in a run folder, in order."""
     rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
-    decodings = [(row["step"], row["validation"].get("decoded")) for row in rows]
-    decoded = [(step, part) for step, part in decodings if part and part["acceptance_length"] is not None]
-    if not decoded:
-        return None
-    step, part = decoded[-1]
-    return step, part["acceptance_length"], part["acceptance_rate"]
+    decoded = [(row["step"], row["validation"].get("decoded")) for row in rows]
+    return [
+        DecodedAnswers(Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
+        for step, part in decoded
+        if part and part["acceptance_length"] is not None
+    ]
 
 
 # headstart refit

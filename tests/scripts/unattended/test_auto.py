@@ -56,6 +56,10 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     scores = {score["name"]: score["predicted_speedup"] for score in rung["scores"]}
     assert rung["kept"] == [max(scores, key=scores.__getitem__)] == [found["chosen"]["name"]]
     assert 10 < found["trained"]["score"]["steps"] <= found["chosen"]["max_steps"]
+    assert found["chosen"]["expected"]["low"] < found["chosen"]["expected"]["high"]
+    steps = [part["step"] for part in found["trained"]["course"]]
+    assert steps == sorted(steps) and steps[-1] > rung["plan"][found["chosen"]["name"]]
+    assert "With twice the answers and steps, the head would commit about" in said
     assert found["evaluation"]["num_prompts"] == 13
     report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
     assert {result["drafter"] for result in report["results"]} == {
@@ -127,7 +131,7 @@ def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(a
 
     def late(self, name, output, record, *, steps_before):
         if output.parent.name == "candidates":
-            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, TIME_IS_UP)
+            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem=TIME_IS_UP)
         return whole(self, name, output, record, steps_before=steps_before)
 
     monkeypatch.setattr(Learner, "score", late)

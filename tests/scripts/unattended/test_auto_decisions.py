@@ -16,10 +16,11 @@ from headstart.scripts.unattended.candidates import check_engine, find_candidate
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
 from headstart.scripts.unattended.evaluation import end_of_learning, plan_sizes, planning_seconds, prompts_within
 from headstart.scripts.unattended.held_out import split_prompts
-from headstart.scripts.unattended.journal import AnswerCounts, Machine, Measured, RoundCost, Rung, Score, Split
+from headstart.scripts.unattended.journal import AnswerCounts, Chosen, Machine, Measured, RoundCost, Rung, Score, Split
 from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict_length
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
+    gains_by_training,
     rung_seconds,
     rung_sizes,
     starting_candidates,
@@ -28,6 +29,7 @@ from headstart.scripts.unattended.rungs import (
 from headstart.scripts.unattended.steps import StepRecord
 from headstart.scripts.unattended.training import FITTING, LEAST_STEPS, Learner, Pace, steps_in
 from headstart.train.config import load_run
+from headstart.train.trend import Forecast
 from safetensors.torch import save_file
 
 
@@ -154,6 +156,14 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
     few = learner_of(machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+
+
+def test_a_training_that_is_expected_to_gain_too_little_is_left_out():
+    said, score = [], Score("medusa", 90, 60.0, 2.0, [0.7], 1, 1.4)
+    for high, gains in ((2.01, False), (2.3, True)):
+        chosen = Chosen("medusa", 100, score=score, expected=Forecast(2.0, 1.9, high))
+        assert gains_by_training(run_of(say=said.append), chosen) is gains
+    assert said[0].endswith("after 100 more steps: 2.00 [1.90, 2.01]; it ends")
 
 
 def test_states_are_extracted_where_rows_are_read_often_and_the_target_takes_much_of_a_step(tmp_path):
