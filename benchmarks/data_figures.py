@@ -8,21 +8,29 @@ one target and domain; forecasts are judged on all others.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import log2, sqrt
+from math import log2
 from pathlib import Path
-from statistics import fmean, linear_regression, stdev
+from statistics import fmean, stdev
+
+import torch
 
 from ..configs.files import write_text
 from ..configs.loader import build
 from ..eval.report.charts import WIDTH, Series, line_chart
 from ..eval.report.page import page_template
-from ..train.trend import Forecast, Validated, forecast, log_accepted
+from ..train.trend import PRIOR, CurvePrior, Forecast, Validated, forecast, log_accepted
 from .readme_figures import with_figures
 
 RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
 FITTED = ("SmolLM2-135M-Instruct, bf16", "GSM8K questions")
+GRID = {
+    "slope": (2.5, 3.0, 3.5, 4.0),
+    "slope_deviation": (0.7, 1.0, 1.4, 2.0),
+    "drift": (0.05, 0.1, 0.14, 0.2, 0.28, 0.4),
+    "spread": (0.005, 0.007, 0.01, 0.014, 0.02),
+}
 HEIGHT = 240  # of the chart with its names
 
 
@@ -43,17 +51,6 @@ class TrainingCurve:
 
 
 Columns = Mapping[str, Callable[[TrainingCurve], float | None]]
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """The constants of train/trend.py."""
-
-    slope: float
-    slope_deviation: float
-    spread: float
-    doubling: float
-    doubling_deviation: float
 
 
 def main() -> None:
@@ -137,30 +134,39 @@ def is_fitted(curve: TrainingCurve) -> bool:
     return (curve.target, curve.domain) == FITTED
 
 
-def fitted(every: Sequence[TrainingCurve]) -> Expectation:
-    """By least squares of log(L - 1) against 1 / sqrt(step) in each training; the effect of answers, at their ends."""
+def fitted(every: Sequence[TrainingCurve]) -> CurvePrior:
+    """The prior of forecasts: what makes the trainings likeliest, by steps from the present one to a neighbour in GRID,
+    and what more answers added at their ends."""
     curves = [curve for curve in every if is_fitted(curve)]
-    slopes, squares = [], []
-    for curve in curves:
-        course = course_of(curve)
-        logs, inputs = (
-            [log_accepted(part.acceptance_length) for part in course],
-            [-(part.step**-0.5) for part in course],
-        )
-        slope, limit = linear_regression(inputs, logs)
-        slopes.append(slope)
-        left = sum((log - limit - slope * x) ** 2 for log, x in zip(logs, inputs, strict=True))
-        squares.append(left / (len(course) - 2))
+    gain, deviation = gains_of_answers(curves)
+    best, found = None, replace(PRIOR, doubling=gain, doubling_deviation=deviation)
+    while found != best:
+        best = found
+        near = [replace(best, **{name: figure}) for name, figures in GRID.items() for figure in figures]
+        found = max([best, *near], key=lambda prior: sum(log_likelihood(prior, course_of(curve)) for curve in curves))
+    return found
+
+
+def log_likelihood(prior: CurvePrior, course: Sequence[Validated]) -> float:
+    steps = torch.tensor([part.step for part in course], dtype=torch.double)
+    num_rounds = torch.tensor([part.num_rounds for part in course], dtype=torch.double)
+    logs = torch.tensor([log_accepted(part.acceptance_length) for part in course], dtype=torch.double)
+    mean, covariance = prior.over(steps**-0.5, num_rounds)
+    left = logs - mean
+    return -0.5 * float(left @ torch.linalg.solve(covariance, left) + torch.logdet(covariance))
+
+
+def gains_of_answers(curves: Sequence[TrainingCurve]) -> tuple[float, float]:
+    """Mean and standard deviation of what twice the answers add to log(L - 1) after the last step."""
     gains = []
     for curve in curves:
-        fewer = [other for other in curves if (other.head, other.seed) == (curve.head, curve.seed)]
-        fewer = [other for other in fewer if other.answer_tokens < curve.answer_tokens]
+        like = [other for other in curves if (other.head, other.seed) == (curve.head, curve.seed)]
+        fewer = [other for other in like if other.answer_tokens < curve.answer_tokens]
         if fewer:
             other = max(fewer, key=lambda other: other.answer_tokens)
             doublings = log2(curve.answer_tokens / other.answer_tokens)
             gains.append((log_accepted(last(curve)) - log_accepted(last(other))) / doublings)
-    figures = (fmean(slopes), stdev(slopes), sqrt(fmean(squares)), fmean(gains), stdev(gains))
-    return Expectation(*(float(f"{figure:.2g}") for figure in figures))
+    return round(fmean(gains), 3), round(stdev(gains), 3)
 
 
 def chart(every: Sequence[TrainingCurve]) -> str:

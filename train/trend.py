@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from statistics import NormalDist, median
 
 import torch
+from torch import Tensor
 
 WINDOW, FACTOR = 3, 3.0
 ADVICE = "take a lower train.learning_rate, in another train.output_dir, or check the data"
 
-# the accepted drafts of a round, L - 1, by step s: log(L - 1) = limit - slope / sqrt(s). Mean and standard deviation of
-# the slope over heads, the deviation of a validation of SPREAD_ROUNDS rounds from the curve, and what twice the answers
-# add to log(L - 1): fitted by benchmarks/data_figures.py to docs/results/data.json, of steps of 8 rows
-SLOPE, SLOPE_DEVIATION = 3.5, 1.4
-SPREAD, SPREAD_ROUNDS = 0.02, 2000
-DOUBLING, DOUBLING_DEVIATION = 0.085, 0.03
 LEAST = 0.01  # accepted drafts of a round, lower limit: those of a head that knows nothing have no logarithm
 COVERED = 0.8  # probability that the interval of a forecast has the length
+ROUNDS = 2000  # of the validations that `spread` is for
+ANYWHERE = 3.0  # standard deviation of the limit: it may be anything
 
 
 class Trend:
@@ -68,28 +65,51 @@ class Forecast:
         return f"{self.acceptance_length:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+@dataclass(frozen=True)
+class CurvePrior:
+    """What is expected of a learning curve, of steps of 8 rows.
+
+    By step s, log(L - 1) = limit - slope / sqrt(s) + a remainder, which moves randomly as 1 / sqrt(s) falls to 0.
+    """
+
+    slope: float  # mean over heads
+    slope_deviation: float
+    drift: float  # standard deviation of the remainder, per square root of 1 / sqrt(s)
+    spread: float  # of a validation of ROUNDS rounds
+    doubling: float  # what twice the answers add to log(L - 1)
+    doubling_deviation: float
+
+    def over(self, inputs: Tensor, num_rounds: Tensor) -> tuple[Tensor, Tensor]:
+        """[n] mean and [n, n] covariance of validations with these numbers of rounds. Args: inputs: [n] 1 / sqrt(s)."""
+        law = ANYWHERE**2 + self.slope_deviation**2 * inputs.outer(inputs)
+        remainder = self.drift**2 * torch.minimum(inputs, inputs[:, None])
+        return -self.slope * inputs, law + remainder + (self.spread**2 * ROUNDS / num_rounds).diag()
+
+
+PRIOR = CurvePrior(3.5, 1.0, 0.2, 0.01, 0.089, 0.018)  # benchmarks/data_figures.py fits it to docs/results/data.json
+
+
 def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) -> Forecast:
     """The acceptance length after `step` steps, from earlier validations of the same rows.
 
     Learning curves are power laws (Hestness et al. 2017, arXiv 1712.00409), extrapolated from their beginnings by a
-    prior over their parameters (Domhan et al. 2015). Here the power is fixed and the rest linear, so that the posterior
-    is a normal distribution: Bayesian linear regression (Bishop 2006, equations 3.50 to 3.59).
+    prior over their parameters (Domhan et al. 2015); here the prior is a Gaussian process (Rasmussen and Williams 2006,
+    equations 2.22 to 2.24), so that the posterior is a normal distribution.
 
     Args:
         course: one validation or more, of steps above 0.
         answers: times as many answers to learn from as in these validations.
     """
-    inputs = torch.tensor([[1.0, -(each.step**-0.5)] for each in course], dtype=torch.double)  # [n, 2]
-    logs = torch.tensor([log_accepted(each.acceptance_length) for each in course], dtype=torch.double)  # [n]
-    weights = torch.tensor([each.num_rounds / SPREAD_ROUNDS for each in course], dtype=torch.double) / SPREAD**2  # [n]
-    prior = torch.tensor([0.0, SLOPE_DEVIATION**-2], dtype=torch.double)  # precisions; the limit may be anything
-    precision = (inputs * weights[:, None]).T @ inputs + prior.diag()
-    mean = torch.linalg.solve(precision, inputs.T @ (weights * logs) + prior * SLOPE)
-    asked = torch.tensor([1.0, -(step**-0.5)], dtype=torch.double)
+    steps = torch.tensor([*(part.step for part in course), step], dtype=torch.double)
+    num_rounds = torch.tensor([*(part.num_rounds for part in course), course[-1].num_rounds], dtype=torch.double)
+    logs = torch.tensor([log_accepted(part.acceptance_length) for part in course], dtype=torch.double)
+    mean, covariance = PRIOR.over(steps**-0.5, num_rounds)
+    across = covariance[-1, :-1]
+    weights = torch.linalg.solve(covariance[:-1, :-1], across)
     more = math.log2(answers)
-    variance = float(asked @ torch.linalg.solve(precision, asked)) + 1 / float(weights[-1])
-    deviation = math.sqrt(variance + (more * DOUBLING_DEVIATION) ** 2)
-    middle, reach = float(asked @ mean) + more * DOUBLING, NormalDist().inv_cdf((1 + COVERED) / 2) * deviation
+    middle = float(mean[-1] + weights @ (logs - mean[:-1])) + more * PRIOR.doubling
+    variance = float(covariance[-1, -1] - weights @ across) + (more * PRIOR.doubling_deviation) ** 2
+    reach = NormalDist().inv_cdf((1 + COVERED) / 2) * math.sqrt(variance)
     return Forecast(*(round(1 + math.exp(log), 4) for log in (middle, middle - reach, middle + reach)))
 
 

@@ -43,7 +43,7 @@ from .published import architecture_of, local_folder, read_all, same_tensor, win
 COMPUTES = (
     "feature_layers num_layers bias fc_norm norm_output norm_before_residual norm_before_fc architecture "
     "sliding_window num_blocks output layout independent feedback draft_vocab_size parallel sample_from_anchor "
-    "markov_rank confidence has_head_norms mask_token_id"
+    "markov_rank confidence has_head_norms mask_token_id selector_top_k"
 ).split()
 
 

@@ -149,7 +149,8 @@ def more_text(journal: AutoJournal) -> str:
     """What a longer run would bring; empty if nothing was validated."""
     if not journal.trained or not journal.trained.with_more:
         return ""
-    return f"With twice the answers and steps, the head would commit about {journal.trained.with_more} tokens per round."
+    length = journal.trained.with_more
+    return f"With twice the answers and steps, the head would commit about {length} tokens per round."
 
 
 def figures(score: Score) -> list[str]:
