@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import log2
+from math import log, log2
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -20,16 +20,16 @@ from ..configs.files import write_text
 from ..configs.loader import build
 from ..eval.report.charts import WIDTH, Series, line_chart
 from ..eval.report.page import page_template
-from ..train.trend import PRIOR, CurvePrior, Forecast, Validated, forecast, log_accepted
+from ..train.trend import PRIOR, CurvePrior, Forecast, Validated, forecast
 from .readme_figures import with_figures
 
 RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
 FITTED = ("SmolLM2-135M-Instruct, bf16", "GSM8K questions")
 GRID = {
-    "slope": (2.5, 3.0, 3.5, 4.0),
-    "slope_deviation": (0.7, 1.0, 1.4, 2.0),
-    "drift": (0.05, 0.1, 0.14, 0.2, 0.28, 0.4),
-    "spread": (0.005, 0.007, 0.01, 0.014, 0.02),
+    "slope": (1.0, 1.25, 1.5, 1.75, 2.0),
+    "slope_deviation": (0.3, 0.4, 0.55, 0.7, 1.0),
+    "drift": (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2),
+    "spread": (0.003, 0.005, 0.007, 0.01, 0.014, 0.02),
 }
 HEIGHT = 240  # of the chart with its names
 
@@ -150,14 +150,14 @@ def fitted(every: Sequence[TrainingCurve]) -> CurvePrior:
 def log_likelihood(prior: CurvePrior, course: Sequence[Validated]) -> float:
     steps = torch.tensor([part.step for part in course], dtype=torch.double)
     num_rounds = torch.tensor([part.num_rounds for part in course], dtype=torch.double)
-    logs = torch.tensor([log_accepted(part.acceptance_length) for part in course], dtype=torch.double)
+    logs = torch.tensor([part.acceptance_length for part in course], dtype=torch.double).log()
     mean, covariance = prior.over(steps**-0.5, num_rounds)
     left = logs - mean
     return -0.5 * float(left @ torch.linalg.solve(covariance, left) + torch.logdet(covariance))
 
 
 def gains_of_answers(curves: Sequence[TrainingCurve]) -> tuple[float, float]:
-    """Mean and standard deviation of what twice the answers add to log(L - 1) after the last step."""
+    """Mean and standard deviation of what twice the answers add to log L after the last step."""
     gains = []
     for curve in curves:
         like = [other for other in curves if (other.head, other.seed) == (curve.head, curve.seed)]
@@ -165,7 +165,7 @@ def gains_of_answers(curves: Sequence[TrainingCurve]) -> tuple[float, float]:
         if fewer:
             other = max(fewer, key=lambda other: other.answer_tokens)
             doublings = log2(curve.answer_tokens / other.answer_tokens)
-            gains.append((log_accepted(last(curve)) - log_accepted(last(other))) / doublings)
+            gains.append(log(last(curve) / last(other)) / doublings)
     return round(fmean(gains), 3), round(stdev(gains), 3)
 
 

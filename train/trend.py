@@ -12,7 +12,6 @@ from torch import Tensor
 WINDOW, FACTOR = 3, 3.0
 ADVICE = "take a lower train.learning_rate, in another train.output_dir, or check the data"
 
-LEAST = 0.01  # accepted drafts of a round, lower limit: those of a head that knows nothing have no logarithm
 COVERED = 0.8  # probability that the interval of a forecast has the length
 ROUNDS = 2000  # of the validations that `spread` is for
 ANYWHERE = 3.0  # standard deviation of the limit: it may be anything
@@ -69,14 +68,14 @@ class Forecast:
 class CurvePrior:
     """What is expected of a learning curve, of steps of 8 rows.
 
-    By step s, log(L - 1) = limit - slope / sqrt(s) + a remainder, which moves randomly as 1 / sqrt(s) falls to 0.
+    By step s, log L = limit - slope / sqrt(s) + a remainder, which moves randomly as 1 / sqrt(s) falls to 0.
     """
 
     slope: float  # mean over heads
     slope_deviation: float
     drift: float  # standard deviation of the remainder, per square root of 1 / sqrt(s)
     spread: float  # of a validation of ROUNDS rounds
-    doubling: float  # what twice the answers add to log(L - 1)
+    doubling: float  # what twice the answers add to log L
     doubling_deviation: float
 
     def over(self, inputs: Tensor, num_rounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +85,7 @@ class CurvePrior:
         return -self.slope * inputs, law + remainder + (self.spread**2 * ROUNDS / num_rounds).diag()
 
 
-PRIOR = CurvePrior(3.5, 1.0, 0.2, 0.01, 0.089, 0.018)  # benchmarks/data_figures.py fits it to docs/results/data.json
+PRIOR = CurvePrior(1.5, 0.55, 0.03, 0.01, 0.046, 0.015)  # benchmarks/data_figures.py fits it to docs/results/data.json
 
 
 def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) -> Forecast:
@@ -102,7 +101,7 @@ def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) ->
     """
     steps = torch.tensor([*(part.step for part in course), step], dtype=torch.double)
     num_rounds = torch.tensor([*(part.num_rounds for part in course), course[-1].num_rounds], dtype=torch.double)
-    logs = torch.tensor([log_accepted(part.acceptance_length) for part in course], dtype=torch.double)
+    logs = torch.tensor([part.acceptance_length for part in course], dtype=torch.double).log()
     mean, covariance = PRIOR.over(steps**-0.5, num_rounds)
     across = covariance[-1, :-1]
     weights = torch.linalg.solve(covariance[:-1, :-1], across)
@@ -110,9 +109,4 @@ def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) ->
     middle = float(mean[-1] + weights @ (logs - mean[:-1])) + more * PRIOR.doubling
     variance = float(covariance[-1, -1] - weights @ across) + (more * PRIOR.doubling_deviation) ** 2
     reach = NormalDist().inv_cdf((1 + COVERED) / 2) * math.sqrt(variance)
-    return Forecast(*(round(1 + math.exp(log), 4) for log in (middle, middle - reach, middle + reach)))
-
-
-def log_accepted(acceptance_length: float) -> float:
-    """The logarithm of the accepted drafts of a round."""
-    return math.log(max(acceptance_length - 1, LEAST))
+    return Forecast(*(round(math.exp(log), 4) for log in (middle, middle - reach, middle + reach)))
