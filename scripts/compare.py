@@ -3,6 +3,7 @@
 import json
 import statistics
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +90,7 @@ def read_run(folder: Path, name: str) -> "TrainingRun":
     from ..configs.loader import read_config
     from ..eval.report.comparison_page import TrainingRun
     from ..train.tracking import flat
+    from ..train.trend import Validated, forecast
 
     if not (folder / "config.yaml").is_file():
         raise BadInput(f"{folder}: no run folder: it has no config.yaml; nor an evaluation: no report.json")
@@ -98,12 +100,15 @@ def read_run(folder: Path, name: str) -> "TrainingRun":
     if not steps:
         raise BadInput(f"{folder}: no step was logged yet")
     validations = [(row["step"], row["validation"]) for row in rows if "validation" in row]
-    taught = [(step, part["acceptance_length"]) for step, part in validations if part["acceptance_length"]]
+    counted = [(step, part) for step, part in validations if part["acceptance_length"]]
+    taught = [(step, part["acceptance_length"]) for step, part in counted]
+    course = [Validated(step, part["acceptance_length"], part["num_rounds"]) for step, part in counted]
+    twice = astuple(forecast(course, 2 * course[-1].step)) if course else None
     decoded = [(step, part["decoded"]["acceptance_length"]) for step, part in validations if part.get("decoded")]
     losses = [(row["step"], row["loss"]) for row in steps]
     speed = round(statistics.median(row["tokens_per_second"] for row in steps), 1)
     finished = (folder / "final").is_dir()
-    return TrainingRun(name, str(folder), finished, settings, speed, losses, taught, decoded)
+    return TrainingRun(name, str(folder), finished, settings, speed, losses, taught, decoded, twice)
 
 
 def run_entries(runs: "list[TrainingRun]") -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from .page import page_template
 from .sections import Figure, Section, cell, environment_section, settings_section, speed_section, time_section
 
 MOST_POINTS = 120  # of a curve
-RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded")
+RUN_COLUMNS = ("steps", "loss", "tokens/s", "best", "at", "last", "decoded", "after twice the steps")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class TrainingRun:
     losses: Sequence[tuple[int, float]]  # (step, loss) of the logged steps
     taught: Sequence[tuple[int, float]]  # (step, acceptance length) of validations, teacher-forced
     decoded: Sequence[tuple[int, float]]  # the same, of validations that also decoded
+    # forecast of the taught acceptance length after twice the steps, with an 80 % interval; None: no validation
+    after_twice: tuple[float, float, float] | None
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -47,6 +49,7 @@ class TrainingRun:
             "best_step": self.best[0] if self.best else None,
             "last_acceptance_length": self.taught[-1][1] if self.taught else None,
             "decoded_acceptance_length": self.decoded[-1][1] if self.decoded else None,
+            "acceptance_length_after_twice_the_steps": self.after_twice,
         }
 
     def cells(self) -> list[str]:
@@ -55,7 +58,8 @@ class TrainingRun:
         last, decoded = (points[-1][1] if points else None for points in (self.taught, self.decoded))
         steps = cell(self.losses[-1][0]) + ("" if self.finished else " (not finished)")
         loss, speed = number(self.losses[-1][1]), cell(round(self.tokens_per_second))
-        return [steps, loss, speed, number(best), cell(step), number(last), number(decoded)]
+        twice = "{:.2f} [{:.2f}, {:.2f}]".format(*self.after_twice) if self.after_twice else "-"
+        return [steps, loss, speed, number(best), cell(step), number(last), number(decoded), twice]
 
 
 def differing_settings(runs: Sequence[TrainingRun]) -> dict[str, list[Any]]:

@@ -16,7 +16,8 @@ def make_run(tmp_path):
         config = {"head": {"type": "eagle3", "loss": {loss[0]: loss[1]}}, "train": {"seed": seed, "output_dir": name}}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         rows = [{"step": step, "loss": 3.0 / step, "tokens_per_second": 100.0 * step} for step in range(1, steps + 1)]
-        rows += [{"step": step, "validation": {"acceptance_length": length}} for step, length in lengths]
+        of_each = [(step, {"acceptance_length": length, "num_rounds": 99}) for step, length in lengths]
+        rows += [{"step": step, "validation": validation} for step, validation in of_each]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         if finished:
             (folder / "final").mkdir()
@@ -36,6 +37,8 @@ def test_what_differs_and_the_best_validation_are_named(make_run, capsys, tmp_pa
     assert second["differs"] == {"head.loss.soft_ce": None, "head.loss.tv": 0.5, "train.seed": 2}
     assert (first["best_acceptance_length"], first["best_step"], first["last_acceptance_length"]) == (1.9, 2, 1.8)
     assert (first["loss"], first["tokens_per_second"], first["steps"]) == (1.0, 200.0, 3)
+    expected, low, high = first["acceptance_length_after_twice_the_steps"]
+    assert low < expected < high
     assert first["finished"] and not second["finished"]
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == [first, second]
     assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()

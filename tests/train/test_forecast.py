@@ -25,9 +25,7 @@ def test_its_interval_has_four_in_five_of_the_ends(seen):
     factor, within = torch.linalg.cholesky(covariance - 8.99), 0  # a limit that is nearly the same in all
     for _ in range(600):
         logs = mean + factor @ torch.randn(len(steps), generator=generator, dtype=torch.double)
-        curve = [
-            Validated(step, math.exp(log), ROUNDS) for step, log in zip([*seen, 200], logs.tolist(), strict=True)
-        ]
+        curve = [Validated(step, math.exp(log), ROUNDS) for step, log in zip([*seen, 200], logs.tolist(), strict=True)]
         expected = forecast(curve[:-1], 200)
         within += expected.low <= curve[-1].acceptance_length <= expected.high
     assert abs(within / 600 - 0.8) < 0.05

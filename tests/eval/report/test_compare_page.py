@@ -101,13 +101,17 @@ def test_the_page_has_both_and_fetches_nothing():
 def training_run(name, settings=(), losses=((1, 3.0),), taught=(), decoded=()):
     return TrainingRun(
         name=name, folder=f"runs/{name}", finished=True, settings=dict(settings), tokens_per_second=1234.5,
-        losses=losses, taught=taught, decoded=decoded,
+        losses=losses, taught=taught, decoded=decoded, after_twice=(2.2, 2.1, 2.3) if taught else None,
     )  # fmt: skip
 
 
 def test_runs_alone_are_a_page_too():
     page = render([], [training_run("a", taught=[(1, 2.1)]), training_run("b")])
-    assert "a reached the best validation, 2.10 tokens" in page and "Settings that differ" not in page
+    assert (
+        "a reached the best validation, 2.10 tokens" in page
+        and "2.20 [2.10, 2.30]" in page
+        and "Settings that differ" not in page
+    )
 
 
 def test_curves_keep_their_last_value_and_few_points():
