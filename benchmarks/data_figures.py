@@ -28,8 +28,8 @@ FITTED = ("SmolLM2-135M-Instruct, bf16", "GSM8K questions")
 GRID = {
     "slope": (1.0, 1.25, 1.5, 1.75, 2.0),
     "slope_deviation": (0.3, 0.4, 0.55, 0.7, 1.0),
-    "drift": (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2),
-    "spread": (0.003, 0.005, 0.007, 0.01, 0.014, 0.02),
+    "drift": (0.03, 0.05, 0.07, 0.1, 0.14, 0.2),
+    "spread": (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.014, 0.02),
 }
 HEIGHT = 240  # of the chart with its names
 
@@ -72,8 +72,9 @@ def page_of(page: str, curves: Sequence[TrainingCurve]) -> str:
 def tables(every: Sequence[TrainingCurve]) -> str:
     """Markdown: after the last step by the answers, and with all answers by the steps."""
     curves = [curve for curve in every if is_fitted(curve)]
-    sizes, steps = sizes_of(curves), sorted({step for curve in curves for step in curve.acceptance_length}, key=int)
+    sizes = sizes_of(curves)
     whole = [curve for curve in curves if curve.answer_tokens == sizes[-1]]
+    steps = [step for step in whole[0].acceptance_length if all(step in curve.acceptance_length for curve in whole)]
     by_answers = {f"{size:,}": partial(last_with, answer_tokens=size) for size in sizes}
     by_steps = {step: partial(after_step, step=step) for step in steps}
     parts = [*table("tokens of answers", curves, by_answers), "", *table("steps", whole, by_steps)]

@@ -85,7 +85,7 @@ class CurvePrior:
         return -self.slope * inputs, law + remainder + (self.spread**2 * ROUNDS / num_rounds).diag()
 
 
-PRIOR = CurvePrior(1.5, 0.55, 0.03, 0.01, 0.046, 0.015)  # benchmarks/data_figures.py fits it to docs/results/data.json
+PRIOR = CurvePrior(1.5, 0.4, 0.1, 0.002, 0.046, 0.015)  # benchmarks/data_figures.py fits it to docs/results/data.json
 
 
 def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) -> Forecast:
