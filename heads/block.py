@@ -28,7 +28,7 @@ from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .export.block import BlockServing
 from .nn.block_layer import draft_block, with_previous, write_context
-from .nn.dflash2 import NUM_TAPS, Candidates, only
+from .nn.dflash2 import NUM_TAPS, SlotCandidates, only
 from .nn.layers import serving_keys, window_keys
 from .start.block import fit_block
 from .start.closed_form import scale_norm
@@ -45,7 +45,7 @@ class BlockState:
     anchor: Tensor  # [B, 1] the token that follows it
     hidden: Tensor  # [B, K, D] the last block's states, input of the output layer
     logits: Tensor  # [B, K, Vd] its logits, before what depends on the token before
-    candidates: Candidates | None = None  # [B, K, ...] of the selector
+    candidates: SlotCandidates | None = None  # [B, K, ...] of the selector
 
 
 class BlockHead(BlockNetwork):

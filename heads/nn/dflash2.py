@@ -53,7 +53,7 @@ def convolved(x: Tensor, base: Tensor, corrections: Tensor, *, num_blocks: int) 
     return total
 
 
-class Candidates(NamedTuple):
+class SlotCandidates(NamedTuple):
     """The tokens that slots choose from."""
 
     unary: Tensor  # [..., top_k] logits
@@ -61,9 +61,9 @@ class Candidates(NamedTuple):
     gates: Tensor  # [..., r] H(h)
     successors: Tensor  # [..., top_k, r] B(b)
 
-    def at(self, depth: int) -> "Candidates":
+    def at(self, depth: int) -> "SlotCandidates":
         """Those of a slot [B, 1, ...], of all slots' [B, K, ...]."""
-        return Candidates(*(part[:, depth : depth + 1] for part in self))
+        return SlotCandidates(*(part[:, depth : depth + 1] for part in self))
 
     def scores(self, previous: Tensor) -> Tensor:
         """[..., top_k] the candidates' logits behind tokens A(a) [..., r]."""
@@ -79,7 +79,7 @@ class Candidates(NamedTuple):
         library = usable_kernels(self.gates)
         if library is None:
             return None
-        slots = Candidates(*(part.contiguous() for part in self._replace(unary=self.unary.to(self.gates.dtype))))
+        slots = SlotCandidates(*(part.contiguous() for part in self._replace(unary=self.unary.to(self.gates.dtype))))
         predecessors, anchors = predecessors.contiguous(), anchors.contiguous()
         tokens, scores = anchors.new_empty(slots.ids.shape[:2]), torch.empty_like(slots.unary)
         library.choose(
@@ -108,11 +108,11 @@ class CandidateSelector(nn.Module):
         """[...] target ids -> [..., r]."""
         return F.embedding(tokens, self.predecessor_codebook)
 
-    def read(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Candidates:
+    def read(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> SlotCandidates:
         """What a choice needs, of slots [..., D] and their candidates' logits and draft ids [..., top_k]."""
-        return Candidates(unary, ids, self.hidden_projection(hidden), F.embedding(ids, self.successor_codebook))
+        return SlotCandidates(unary, ids, self.hidden_projection(hidden), F.embedding(ids, self.successor_codebook))
 
-    def best(self, hidden: Tensor, logits: Tensor) -> Candidates:
+    def best(self, hidden: Tensor, logits: Tensor) -> SlotCandidates:
         """The most probable tokens of slots [..., D] by their logits [..., Vd]."""
         return self.read(hidden, *logits.topk(self.top_k, -1))
 
