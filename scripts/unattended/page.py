@@ -149,8 +149,10 @@ def more_text(journal: AutoJournal) -> str:
     """What a longer run would bring; empty if nothing was validated."""
     if not journal.trained or not journal.trained.with_more:
         return ""
-    length = journal.trained.with_more
-    return f"With twice the answers and steps, the head would commit about {length} tokens per round."
+    length, now = journal.trained.with_more, journal.trained.course[-1].acceptance_length
+    return (
+        f"With twice the answers and steps, the head alone would commit about {length} tokens per round, not {now:.2f}."
+    )
 
 
 def figures(score: Score) -> list[str]:

@@ -59,7 +59,7 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     assert found["chosen"]["expected"]["low"] < found["chosen"]["expected"]["high"]
     steps = [part["step"] for part in found["trained"]["course"]]
     assert steps == sorted(steps) and steps[-1] > rung["plan"][found["chosen"]["name"]]
-    assert "With twice the answers and steps, the head would commit about" in said
+    assert "With twice the answers and steps, the head alone would commit about" in said
     assert found["evaluation"]["num_prompts"] == 13
     report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
     assert {result["drafter"] for result in report["results"]} == {
