@@ -20,7 +20,7 @@ from ..configs.files import write_text
 from ..configs.loader import build
 from ..eval.report.charts import WIDTH, Series, line_chart
 from ..eval.report.page import page_template
-from ..train.trend import PRIOR, CurvePrior, Forecast, Validated, forecast
+from ..train.trend import PRIOR, CurvePrior, Forecast, Validated, forecast, log_lengths
 from .readme_figures import with_figures
 
 RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
@@ -126,8 +126,7 @@ def expected(curve: TrainingCurve, share: float) -> Forecast:
 
 
 def course_of(curve: TrainingCurve) -> list[Validated]:
-    lengths = curve.acceptance_length.items()
-    return [Validated(int(step), length, curve.num_rounds) for step, length in lengths]
+    return [Validated(int(step), length, curve.num_rounds) for step, length in curve.acceptance_length.items()]
 
 
 def is_fitted(curve: TrainingCurve) -> bool:
@@ -136,8 +135,8 @@ def is_fitted(curve: TrainingCurve) -> bool:
 
 
 def fitted(every: Sequence[TrainingCurve]) -> CurvePrior:
-    """The prior of forecasts: what makes the trainings likeliest, by steps from the present one to a neighbour in GRID,
-    and what more answers added at their ends."""
+    """The prior of forecasts: what makes the trainings likeliest, from the present one on by changing one figure at a
+    time to the best in GRID; and what more answers added at their ends."""
     curves = [curve for curve in every if is_fitted(curve)]
     gain, deviation = gains_of_answers(curves)
     best, found = None, replace(PRIOR, doubling=gain, doubling_deviation=deviation)
@@ -149,11 +148,9 @@ def fitted(every: Sequence[TrainingCurve]) -> CurvePrior:
 
 
 def log_likelihood(prior: CurvePrior, course: Sequence[Validated]) -> float:
-    steps = torch.tensor([part.step for part in course], dtype=torch.double)
-    num_rounds = torch.tensor([part.num_rounds for part in course], dtype=torch.double)
-    logs = torch.tensor([part.acceptance_length for part in course], dtype=torch.double).log()
-    mean, covariance = prior.over(steps**-0.5, num_rounds)
-    left = logs - mean
+    """The logarithm of a training's probability density, but for a constant."""
+    mean, covariance = prior.over(course)
+    left = log_lengths(course) - mean
     return -0.5 * float(left @ torch.linalg.solve(covariance, left) + torch.logdet(covariance))
 
 

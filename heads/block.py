@@ -134,9 +134,7 @@ class BlockHead(BlockNetwork):
             return super().propose(state, num_draft_tokens=num_draft_tokens)
         self.fill(state)
         assert state.candidates is not None
-        chain = state.candidates.chain(state.anchor[:, 0], selector.predecessor_codebook, to_target)
-        assert chain is not None
-        tokens, scores = chain
+        tokens, scores = state.candidates.chain(state.anchor[:, 0], selector.predecessor_codebook, to_target)
         return Proposal(tokens, logits=list(only(scores, state.candidates.ids, self.num_drafted).unbind(1)))
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median
 
 import torch
@@ -78,8 +78,10 @@ class CurvePrior:
     doubling: float  # what twice the answers add to log L
     doubling_deviation: float
 
-    def over(self, inputs: Tensor, num_rounds: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] mean and [n, n] covariance of validations with these numbers of rounds. Args: inputs: [n] 1 / sqrt(s)."""
+    def over(self, course: Sequence[Validated]) -> tuple[Tensor, Tensor]:
+        """[n] mean and [n, n] covariance of log L in n validations, whatever their acceptance lengths are."""
+        inputs = torch.tensor([part.step for part in course], dtype=torch.double) ** -0.5
+        num_rounds = torch.tensor([part.num_rounds for part in course], dtype=torch.double)
         law = ANYWHERE**2 + self.slope_deviation**2 * inputs.outer(inputs)
         remainder = self.drift**2 * torch.minimum(inputs, inputs[:, None])
         return -self.slope * inputs, law + remainder + (self.spread**2 * ROUNDS / num_rounds).diag()
@@ -99,10 +101,8 @@ def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) ->
         course: one validation or more, of steps above 0.
         answers: times as many answers to learn from as in these validations.
     """
-    steps = torch.tensor([*(part.step for part in course), step], dtype=torch.double)
-    num_rounds = torch.tensor([*(part.num_rounds for part in course), course[-1].num_rounds], dtype=torch.double)
-    logs = torch.tensor([part.acceptance_length for part in course], dtype=torch.double).log()
-    mean, covariance = PRIOR.over(steps**-0.5, num_rounds)
+    mean, covariance = PRIOR.over([*course, replace(course[-1], step=step)])
+    logs = log_lengths(course)
     across = covariance[-1, :-1]
     weights = torch.linalg.solve(covariance[:-1, :-1], across)
     more = math.log2(answers)
@@ -110,3 +110,8 @@ def forecast(course: Sequence[Validated], step: int, *, answers: float = 1.0) ->
     variance = float(covariance[-1, -1] - weights @ across) + (more * PRIOR.doubling_deviation) ** 2
     reach = NormalDist().inv_cdf((1 + COVERED) / 2) * math.sqrt(variance)
     return Forecast(*(round(math.exp(log), 4) for log in (middle, middle - reach, middle + reach)))
+
+
+def log_lengths(course: Sequence[Validated]) -> Tensor:
+    """[n] log L of n validations."""
+    return torch.tensor([part.acceptance_length for part in course], dtype=torch.double).log()

@@ -70,15 +70,14 @@ class SlotCandidates(NamedTuple):
         pairwise = self.successors @ (previous * self.gates)[..., None]  # [..., top_k, 1]
         return self.unary + pairwise[..., 0].to(self.unary.dtype)
 
-    def chain(self, anchors: Tensor, predecessors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Greedy chains of slots [B, K, ...] by one call of the CPU kernels; None where they are not usable.
+    def chain(self, anchors: Tensor, predecessors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Greedy chains of slots [B, K, ...] by one call of the CPU kernels, which must be usable.
 
         Args: anchors: [B] tokens before them. predecessors: [V, r] A. to_target: [Vd] of draft ids; None: the same.
         Returns target ids [B, K], and the logits [B, K, top_k] by which they were chosen.
         """
         library = usable_kernels(self.gates)
-        if library is None:
-            return None
+        assert library is not None
         slots = SlotCandidates(*(part.contiguous() for part in self._replace(unary=self.unary.to(self.gates.dtype))))
         predecessors, anchors = predecessors.contiguous(), anchors.contiguous()
         tokens, scores = anchors.new_empty(slots.ids.shape[:2]), torch.empty_like(slots.unary)

@@ -140,7 +140,8 @@ def learning_part(journal: AutoJournal) -> Part | None:
         " Tokens per round were measured by decoding answers to validation prompts. The last training starts from the "
         "head of the last rung, and counts its steps from 0."
     )
-    text += f" {more_text(journal)}"
+    if more := more_text(journal):
+        text += f" {more}"
     columns = ["rung", "candidate", "", "steps", "tokens per round", "speedup predicted"]
     return "What they learnt", text, Table("Rungs of equal time", columns, rows, num_labels=3)
 

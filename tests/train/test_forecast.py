@@ -20,11 +20,10 @@ def test_a_curve_of_many_validations_is_continued():
 @pytest.mark.parametrize("seen", [(50,), (10, 50), (25, 50, 75, 100)])
 def test_its_interval_has_four_in_five_of_the_ends(seen):
     generator = torch.Generator().manual_seed(len(seen))
-    steps = torch.tensor([*seen, 200], dtype=torch.double)
-    mean, covariance = PRIOR.over(steps**-0.5, torch.full_like(steps, ROUNDS))
+    mean, covariance = PRIOR.over([Validated(step, 1.0, ROUNDS) for step in (*seen, 200)])
     factor, within = torch.linalg.cholesky(covariance - 8.99), 0  # a limit that is nearly the same in all
     for _ in range(600):
-        logs = mean + factor @ torch.randn(len(steps), generator=generator, dtype=torch.double)
+        logs = mean + factor @ torch.randn(len(mean), generator=generator, dtype=torch.double)
         curve = [Validated(step, math.exp(log), ROUNDS) for step, log in zip([*seen, 200], logs.tolist(), strict=True)]
         expected = forecast(curve[:-1], 200)
         within += expected.low <= curve[-1].acceptance_length <= expected.high

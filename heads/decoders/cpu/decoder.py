@@ -25,10 +25,7 @@ MOST_CHANNELS = 256  # per attention head
 CONVOLUTIONS = ("attention_conv", "mlp_conv")  # of DFlash2's layers
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
 # of a head's layer; the kernels would leave out what others do
-PARTS = {
-    *("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp"),
-    *CONVOLUTIONS,
-}
+PARTS = {"input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp", *CONVOLUTIONS}
 MOST_TOKENS = 512  # per forward, where torch multiplies bf16 too: for more it is faster
 
 
