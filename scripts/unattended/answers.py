@@ -24,7 +24,7 @@ from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from .candidates import BATCH_SIZE
 from .clock import ANSWERS
 from .held_out import as_question, write_rows
-from .journal import AnswerCounts
+from .journal import AnswerCounts, known
 from .session import AutoRun
 from .steps import last_line
 
@@ -67,13 +67,11 @@ def answer(run: AutoRun) -> AnswerCounts:
 
 def asks_again(run: AutoRun, number: int) -> bool:
     """Whether prompts that have `number` answers are answered once more."""
-    machine, journal = run.machine, run.journal
-    assert journal.split is not None
-    if run.left_until(journal.answers_until) < LEAST_STARTS * machine.start_seconds:
+    if run.left_until(run.journal.answers_until) < LEAST_STARTS * run.machine.start_seconds:
         return False
-    step_seconds = statistics.median(candidate.step_seconds for candidate in machine.able)
+    step_seconds = statistics.median(candidate.step_seconds for candidate in run.machine.able)
     num_read = run.clock.left / step_seconds * BATCH_SIZE  # rows
-    return num_read > MOST_READ * number * journal.split.asked
+    return num_read > MOST_READ * number * known(run.journal.split).asked
 
 
 def ask(run: AutoRun, folder: Path, *, seed: int, temperature: float) -> None:
@@ -131,8 +129,9 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
         target = load_skeleton(TargetConfig(path=run.settings.target))
     except NoSkeleton:
         target = Target.load(run.settings.target, dtype=run.settings.dtype)
-    greedy_ids = [ids for row in written for ids in answer_ids_of(row, target.tokenizer)]
-    sampled_ids = [ids for row in again for ids in answer_ids_of(row, target.tokenizer)]
+    greedy_ids, sampled_ids = (
+        [ids for row in rows for ids in answer_ids_of(row, target.tokenizer)] for rows in (written, again)
+    )
     chat_ids = [target.tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
     size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids, *chat_ids])
     truncated = sum(row["truncated"] for row in written)

@@ -58,13 +58,10 @@ def auto(
     from ...heads.loading import default_device
     from .candidates import check_engine
     from .clock import parse_budget
-    from .journal import AutoJournal
     from .page import write_auto_page
-    from .session import AutoRun, AutoSettings, check_started_once, files_digest, open_session, target_dtype
+    from .session import AutoRun, AutoSettings, files_digest, target_dtype
     from .stages import AUTO, run_stages
 
-    check_started_once("headstart auto")
-    seconds = parse_budget(budget)
     check_engine(engine)
     if load and batch_size != 1:
         raise BadInput("give --load or --batch-size, not both")
@@ -73,7 +70,7 @@ def auto(
         target=target,
         prompts=prompts,
         chats=chats,
-        budget=seconds,
+        budget=parse_budget(budget),
         engine=engine,
         batch_size=batch_size,
         load=load,
@@ -84,7 +81,7 @@ def auto(
         seed=seed,
         traffic=files_digest([path for path in (prompts, chats, target) if path]),
     )
-    with open_session(AutoRun, AutoJournal, "headstart auto", output, settings) as run:
+    with AutoRun.open(output, settings) as run:
         run_stages(run, AUTO, write_auto_page)
 
 
@@ -128,13 +125,11 @@ def refit(
     """
     from ...heads.loading import default_device
     from .clock import parse_budget
-    from .journal import RefitJournal
     from .page import write_refit_page
     from .reading import RefitRun
-    from .session import RefitSettings, check_started_once, files_digest, open_session, target_dtype
+    from .session import RefitSettings, files_digest, target_dtype
     from .stages import REFIT, run_stages
 
-    check_started_once("headstart refit")
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -153,5 +148,5 @@ def refit(
         seed=seed,
         rows=files_digest([path for path in (traffic, replay, *weights, target, adapter) if path]),
     )
-    with open_session(RefitRun, RefitJournal, "headstart refit", output, settings) as run:
+    with RefitRun.open(output, settings) as run:
         run_stages(run, REFIT, write_refit_page)

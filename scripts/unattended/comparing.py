@@ -13,6 +13,7 @@ import torch
 
 from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval, rounded
+from ...eval.report.one_result import grouped
 from ...heads.base import DraftHead
 from ...heads.folder import config_of, read_record, read_tensors, save_head
 from ...heads.registry import head_class, start_head
@@ -57,13 +58,6 @@ def write_between(old: str, trained: str, target: Target, share: float, folder: 
     return save_head(head_between(old, trained, target, share), folder, training=training)
 
 
-def ready(head: DraftHead, target: Target) -> DraftHead:
-    """The head as `load_head` returns heads: in the target's dtype and on its device, by the kernels of the machine."""
-    head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    head.pack()
-    return head
-
-
 def share_of(share: float, rows: Keyed, readings: Iterable[RowReading]) -> Share:
     """The journal's entry for a head that read the validation rows."""
     read = {reading.key: reading for reading in readings}
@@ -101,15 +95,16 @@ def drift_of(name: str, rows: Keyed, readings: Mapping[str, RowReading]) -> list
     Args: name: NEW or OLD. readings: by key, with the old head.
     """
     read = [(row, readings[key]) for key, row in rows.items() if key in readings]
-    groups: dict[tuple[str, str], list[RowReading]] = {(ALL, ALL): [reading for _, reading in read]}
-    for row, reading in read:
-        if row.domain or row.week:
-            groups.setdefault((row.domain or ALL, row.week or ALL), []).append(reading)
-    ordered = sorted(groups.items(), key=lambda item: (item[0] != (ALL, ALL), item[0]))
-    return [drift_entry(name, domain, week, group) for (domain, week), group in ordered if group]
+    named = grouped((pair for pair in read if pair[0].domain or pair[0].week), domain_and_week)
+    groups = [((ALL, ALL), read), *sorted(named.items())] if read else []
+    return [drift_part(name, *group, [reading for _, reading in pairs]) for group, pairs in groups]
 
 
-def drift_entry(name: str, domain: str, week: str, group: Sequence[RowReading]) -> DriftPart:
+def domain_and_week(pair: tuple[ServedChat, RowReading]) -> tuple[str, str]:
+    return pair[0].domain or ALL, pair[0].week or ALL
+
+
+def drift_part(name: str, domain: str, week: str, group: Sequence[RowReading]) -> DriftPart:
     """The journal's entry for a group of rows."""
     tokens = sum(reading.tokens for reading in group)
     covered = rounded(sum(reading.covered for reading in group) / tokens) if tokens else None
@@ -129,31 +124,25 @@ def compare_by_domain(
 
     Args: name: NEW or OLD. before, after: readings by key, with the old head and with the new one.
     """
-    both = [key for key in rows if key in before and key in after and before[key].rounds and after[key].rounds]
-    domains = sorted({domain for key in both if (domain := rows[key].domain)})
-    groups = [(ALL, both), *((domain, [key for key in both if rows[key].domain == domain]) for domain in domains)]
-    return [compare_group(name, domain, rows, keys, before, after) for domain, keys in groups]
+    both = [(row, before[key], after[key]) for key, row in rows.items() if key in before and key in after]
+    both = [(row, old, new) for row, old, new in both if old.rounds and new.rounds]
+    domains = grouped((read for read in both if read[0].domain), lambda read: read[0].domain or ALL)
+    return [compare(name, domain, group) for domain, group in [(ALL, both), *sorted(domains.items())]]
 
 
-def compare_group(
-    name: str,
-    domain: str,
-    rows: Mapping[str, ServedChat],
-    keys: Sequence[str],
-    before: Mapping[str, RowReading],
-    after: Mapping[str, RowReading],
-) -> Compared:
-    """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike."""
-    needed: dict[str, list[int]] = {}  # by conversation: forwards with the old head and with the new one
-    for key in keys:
-        forwards = needed.setdefault(rows[key].question, [0, 0])
-        forwards[0] += before[key].rounds
-        forwards[1] += after[key].rounds
-    if not needed:
+def compare(name: str, domain: str, read: Sequence[tuple[ServedChat, RowReading, RowReading]]) -> Compared:
+    """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike.
+
+    Args: read: rows, read with the old head and with the new one.
+    """
+    if not read:
         return Compared(name, domain, 0, None, None, None, [None, None])
-    ratio, interval = ratio_and_interval(*zip(*needed.values(), strict=True))
-    old, new = (tokens_per_round([side[key] for key in keys]) for side in (before, after))
-    return Compared(name, domain, len(needed), old, new, rounded(ratio), [rounded(end) for end in interval])
+    conversations = grouped(read, lambda each: each[0].question).values()
+    before = [sum(old.rounds for _, old, _ in rows) for rows in conversations]
+    after = [sum(new.rounds for _, _, new in rows) for rows in conversations]
+    ratio, interval = ratio_and_interval(before, after)
+    lengths = (tokens_per_round([old for _, old, _ in read]), tokens_per_round([new for _, _, new in read]))
+    return Compared(name, domain, len(before), *lengths, rounded(ratio), [rounded(end) for end in interval])
 
 
 # The decision

@@ -17,7 +17,7 @@ from ...heads.export.write import read_folder, serve_commands
 from .answers import LEAST_ANSWERS
 from .candidates import OURS
 from .clock import ANSWERS, EVALUATION, MACHINE, SIZES_SHARE
-from .journal import Decision, Evaluation, Machine, SizePlan
+from .journal import Decision, Evaluation, SizePlan, known
 from .session import AutoRun
 from .steps import last_line
 from .training import FITTING, LEAST_STEPS
@@ -45,35 +45,26 @@ NO_CANDIDATE = (
 # What the stages need
 
 
-def seconds_per_batch(machine: Machine, max_new_tokens: int) -> float:
-    """Estimated seconds to evaluate one batch of prompts."""
-    return SIDES * max_new_tokens * machine.baseline_ms / 1000
-
-
 def num_exporting(engine: str) -> int:
     """Commands that are started behind the evaluation."""
     return 0 if engine == OURS else EXPORTING
 
 
-def ending_seconds(num_batches: int, machine: Machine, *, engine: str, max_new_tokens: int) -> float:
+def batch_seconds(run: AutoRun) -> float:
+    """Estimated seconds to evaluate one batch of prompts."""
+    return SIDES * run.settings.max_new_tokens * run.machine.baseline_ms / 1000
+
+
+def ending_seconds(run: AutoRun, num_batches: int) -> float:
     """Estimated seconds of an evaluation of that many batches, but at least of LEAST_TIMED, of export and check."""
-    timed = max(num_batches, LEAST_TIMED) * seconds_per_batch(machine, max_new_tokens)
-    return timed / SAFETY + (1 + num_exporting(engine)) * machine.start_seconds
+    timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
+    return timed / SAFETY + (1 + num_exporting(run.settings.engine)) * run.machine.start_seconds
 
 
-def prompts_within(seconds: float, machine: Machine, *, max_new_tokens: int, num_prompts: int) -> int:
-    """How many of `num_prompts` prompts can be evaluated in that many seconds: whole batches, at least LEAST_TIMED."""
-    batches = int((seconds - machine.start_seconds) * SAFETY / seconds_per_batch(machine, max_new_tokens))
-    return min(max(batches, LEAST_TIMED) * machine.batch_size, num_prompts)
-
-
-def planning_seconds(budget: float, *, engine: str) -> float:
-    """Seconds for the plan, without the start of its command; 0 if there is too little time or the engine needs none.
-
-    Args: budget: seconds of the whole run.
-    """
-    seconds = SIZES_SHARE * budget
-    return 0.0 if seconds < LEAST_SECONDS or engine in NO_BATCHES else round(seconds)
+def planning_seconds(run: AutoRun) -> float:
+    """Seconds for the plan, without the start of its command; 0 with too little time or an engine that needs none."""
+    seconds = SIZES_SHARE * run.settings.budget
+    return 0.0 if seconds < LEAST_SECONDS or run.settings.engine in NO_BATCHES else round(seconds)
 
 
 def check_budget(run: AutoRun) -> float:
@@ -87,8 +78,7 @@ def check_budget(run: AutoRun) -> float:
         fitted = FITTING * min(machine.start_tokens, LEAST_ANSWERS * max_new_tokens)
         training = [fitted * able.token_seconds + 3 * LEAST_STEPS * able.step_seconds for able in machine.able]
         learning = 2 * machine.start_seconds + min(training)
-        ending = ending_seconds(1, machine, engine=run.settings.engine, max_new_tokens=max_new_tokens)
-        needed = max(answering / ANSWERS, (answering + learning + ending) / (1 - MACHINE))
+        needed = max(answering / ANSWERS, (answering + learning + ending_seconds(run, 1)) / (1 - MACHINE))
     if needed > run.settings.budget:
         minutes = f"{-(-needed // 60):.0f}m"
         raise BadInput(f"--budget: too short for this target here; the least that makes sense is {minutes}")
@@ -99,16 +89,11 @@ def check_budget(run: AutoRun) -> float:
 def end_of_learning(run: AutoRun) -> float:
     """The second of the budget at which training ends: what follows is enough for all held-out prompts, limited to the
     share EVALUATION of the budget; at least enough for one batch."""
-    assert run.journal.split is not None
-    machine, settings = run.machine, run.settings
-    num_batches = -(-run.journal.split.held_out // machine.batch_size)
-    least, whole = (
-        ending_seconds(count, machine, engine=settings.engine, max_new_tokens=settings.max_new_tokens)
-        for count in (1, num_batches)
-    )
-    planning = planning_seconds(settings.budget, engine=settings.engine)
-    planning += machine.start_seconds if planning else 0.0
-    return settings.budget - max(min(whole + planning, EVALUATION * settings.budget), least)
+    num_batches = -(-known(run.journal.split).held_out // run.machine.batch_size)
+    planning = planning_seconds(run)
+    planning += run.machine.start_seconds if planning else 0.0
+    most = min(ending_seconds(run, num_batches) + planning, EVALUATION * run.settings.budget)
+    return run.settings.budget - max(most, ending_seconds(run, 1))
 
 
 # The stages
@@ -116,7 +101,7 @@ def end_of_learning(run: AutoRun) -> float:
 
 def sizes_seconds(run: AutoRun) -> float:
     """Seconds kept for the plan by batch size; 0: there is none."""
-    return planning_seconds(run.settings.budget, engine=run.settings.engine) if run.journal.trained else 0.0
+    return planning_seconds(run) if run.journal.trained else 0.0
 
 
 def evaluation_seconds(run: AutoRun) -> float:
@@ -129,11 +114,10 @@ def evaluation_seconds(run: AutoRun) -> float:
 
 
 def plan_evaluation(run: AutoRun) -> Evaluation:
-    """How many held-out prompts there is time for, and the head's K."""
-    trained, split = run.journal.trained, run.journal.split
-    assert split is not None
-    how = {"max_new_tokens": run.settings.max_new_tokens, "num_prompts": split.held_out}
-    num_prompts = prompts_within(evaluation_seconds(run), run.machine, **how)
+    """How many held-out prompts there is time for (whole batches, at least LEAST_TIMED), and the head's K."""
+    trained, machine = run.journal.trained, run.machine
+    num_batches = int((evaluation_seconds(run) - machine.start_seconds) * SAFETY / batch_seconds(run))
+    num_prompts = min(max(num_batches, LEAST_TIMED) * machine.batch_size, known(run.journal.split).held_out)
     scored = trained.score.num_draft_tokens if trained and trained.score else 0
     return Evaluation(num_prompts, scored or DEFAULT_DRAFT_TOKENS)
 
@@ -143,13 +127,12 @@ def evaluate(run: AutoRun) -> str:
 
     Raises: BadInput if that fails; SystemExit after a signal to stop.
     """
-    evaluation, output = run.journal.evaluation, run.folder / "eval"
-    assert evaluation is not None
+    evaluation, output = known(run.journal.evaluation), run.folder / "eval"
     head, answers = head_of(run), answers_to_look_up(run)
     drafters = [f"head:{head}@{evaluation.num_draft_tokens}", f"{HYBRID}:{head}{answers}"] if head else []
     arguments = [
         *("eval", *target_arguments(run)),
-        *(argument for drafter in (*drafters, LOOKUP + answers) for argument in ("--drafter", drafter)),
+        *(word for drafter in (*drafters, LOOKUP + answers) for word in ("--drafter", drafter)),
         *("--prompts", str(run.data / "held_out.jsonl"), "--limit", str(evaluation.num_prompts)),
         *("--max-new-tokens", str(run.settings.max_new_tokens)),
         *("--batch-size", str(run.machine.batch_size), "--repeats", "1", "--output", str(output)),
@@ -192,9 +175,8 @@ def plan_sizes(run: AutoRun) -> SizePlan:
 def decide(run: AutoRun) -> Decision:
     """Decides what to deploy. A head for another engine is exported and checked first, which writes `exported`."""
     head, engine = head_of(run), run.settings.engine
-    decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
-    if run.journal.report:
-        decision = decide_by_report(run, head)
+    none = Decision(False, "Do not deploy a head: none can pay here", [], [])
+    decision = decide_by_report(run, head) if run.journal.report else none
     if decision.deploy and engine != OURS:
         try:
             run.journal.exported = export(run, head)

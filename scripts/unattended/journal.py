@@ -8,7 +8,7 @@ field whose stage has not run is null, empty or 0. Of a refit, "new" rows are th
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from ...configs.errors import BadInput
 from ...configs.files import write_json
@@ -19,6 +19,13 @@ from .steps import StepRecord
 
 SCHEMA_VERSION = 2
 LAST = ("decision", "seconds", "steps")  # keys of both documents that follow their own
+T = TypeVar("T")
+
+
+def known(value: T | None) -> T:
+    """The value of a field whose stage has run."""
+    assert value is not None
+    return value
 
 
 @dataclass(frozen=True)
@@ -142,12 +149,12 @@ class Score:
     """A candidate's validation after training in a rung: acceptance by decoding, and the predicted speedup."""
 
     name: str
-    steps: int  # optimizer steps since the start of training, over all rungs
-    seconds: float  # duration of the training command in this rung
-    acceptance_length: float
-    acceptance_rate: list[float | None]  # by draft position; null: never reached
-    num_draft_tokens: int  # the K with the highest predicted speedup
-    predicted_speedup: float
+    steps: int = 0  # optimizer steps since the start of training, over all rungs
+    seconds: float = 0.0  # duration of the training command in this rung
+    acceptance_length: float = 0.0
+    acceptance_rate: list[float | None] = field(default_factory=list)  # by draft position; null: never reached
+    num_draft_tokens: int = 0  # the K with the highest predicted speedup
+    predicted_speedup: float = 0.0
     num_rounds: int = 0  # that were decoded
     problem: str = ""  # why there is no score; the figures are then meaningless
 
@@ -182,9 +189,7 @@ class Trained:
 
     head: str  # folder
     score: Score | None
-    course: list[Validated] = field(
-        default_factory=list
-    )  # its validations, steps counted over rungs and final training
+    course: list[Validated] = field(default_factory=list)  # its validations, steps counted over all of its training
     with_more: Forecast | None = None  # of the acceptance length with twice as many answers and steps
 
 
@@ -224,6 +229,10 @@ class AutoJournal(Journal):
     report: str = ""  # path of the evaluation's report.json
     sizes: SizePlan | None = None  # null if there is no time for a plan
     exported: str = ""  # folder of the export; empty if there is none
+
+    def scores_of(self, name: str) -> list[Score]:
+        """A candidate's scores in its rungs, in order."""
+        return [score for rung in self.rungs for score in rung.scores if score.name == name and not score.problem]
 
 
 # headstart refit

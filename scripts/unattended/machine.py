@@ -19,7 +19,7 @@ from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.replay import default_steps
 from ...eval.drafters.synthetic import expected_length
 from ...eval.measurement.metrics import LEAST_TIMED
-from ...eval.measurement.step_times import StepTable, StepTime, TimedCell
+from ...eval.measurement.step_times import StepTable, StepTime, TimedCell, repeated_text
 from ...eval.plan.prediction import steady_speedup
 from ...eval.report.one_result import counted_words
 from ...heads.base import DraftBatch, DraftHead
@@ -198,13 +198,19 @@ def assumed_vocabulary(target: Target) -> int | None:
 
 def round_costs(target: Target, head: DraftHead, work: TimedWorkload) -> list[RoundCost]:
     """Costs of rounds with the shortest chain, the longest one and one in between, relative to the baseline."""
-    head = head.to(target.dtype).eval().requires_grad_(False)
-    head.pack()
+    head = ready(head, target)
     longest = min(head.max_draft_tokens or max(head.num_depths, head.default_draft_tokens), MOST_DRAFTED)
     cell = timed_cell(target, work, head, [chain(length) for length in sorted({1, (longest + 1) // 2, longest})])
     cell.run()
     base = cell.baseline.round_ms
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
+
+
+def ready(head: DraftHead, target: Target) -> DraftHead:
+    """The head as `load_head` returns heads: in the target's dtype and on its device, by the kernels of the machine."""
+    head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    head.pack()
+    return head
 
 
 def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
@@ -244,7 +250,7 @@ def measure_step(
     pack_linears(target.base)  # as training does
     config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
     optimizer = build_optimizer(head, config)
-    tokens = [text[i % len(text)] for i in range(TIMED_ROWS * row_length)]
+    tokens = repeated_text(text, 0, TIMED_ROWS * row_length)
     rows = torch.tensor(tokens, device=target.device).view(TIMED_ROWS, row_length)  # [B, T]
     forward_backward(target, head, rows[:1, : min(row_length, 16)])  # warm-up
     started = time.perf_counter()

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from ...heads.target import Target
 from ...train.validation import prompt_of
 from .foreign import LOWEST, OWN, POSITIONS, OwnAnswers, is_foreign, standardised, temperatures_for, typicality
 from .held_out import NEW, OLD, Keyed, Parts, split_traffic, validation_of
-from .journal import RefitJournal
+from .journal import RefitJournal, known
 from .session import RefitSettings, Session
 
 WINDOW = 64  # rows that are sorted by length into batches
@@ -53,6 +52,13 @@ class RowReading:
     rounds: int = 0  # that decoding the answers with the head takes
     committed: int = 0  # tokens in these rounds
     problem: str = ""  # why the row cannot be read
+
+
+Sampled = tuple[str, ServedChat, Sample]  # a row with its key and its tokens
+
+
+def num_tokens(sampled: Sampled) -> int:
+    return len(sampled[2])
 
 
 @dataclass(frozen=True)
@@ -81,67 +87,60 @@ class RowReader:
             raise BadInput(f"{row.origin}: nothing of its answers is within {config.max_length} tokens")
         return max(samples, key=lambda sample: int(sample.loss_mask.sum()))  # of several sequences, the one with most
 
-    def samples(self, rows: Iterable[ServedChat]) -> list[Sample]:
-        """`sample` of the rows that can be read."""
-        samples = []
-        for row in rows:
-            with suppress(BadInput):
-                samples.append(self.sample(row))
-        return samples
+    def sampled(self, rows: Iterable[tuple[str, ServedChat]]) -> tuple[list[Sampled], list[RowReading]]:
+        """Rows, given with their keys, with their samples; and the readings of those that cannot be read."""
+        samples: list[Sampled] = []
+        refused = []
+        for key, row in rows:
+            try:
+                samples.append((key, row, self.sample(row)))
+            except BadInput as error:
+                refused.append(RowReading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
+        return samples, refused
 
     def read(self, rows: Sequence[tuple[str, ServedChat]]) -> Iterator[list[RowReading]]:
         """Reads rows, given with their keys, in batches; the order changes within a window."""
         for start in range(0, len(rows), WINDOW):
-            samples: list[tuple[str, ServedChat, Sample]] = []
-            refused = []
-            for key, row in rows[start : start + WINDOW]:
-                try:
-                    samples.append((key, row, self.sample(row)))
-                except BadInput as error:
-                    refused.append(RowReading(key, {}, problem=str(error).removeprefix(f"{row.origin}: ")))
+            samples, refused = self.sampled(rows[start : start + WINDOW])
             if refused:
                 yield refused
-            samples.sort(key=lambda sampled: len(sampled[2]))
+            samples.sort(key=num_tokens)
             while samples:
-                size = max(BATCH_TOKENS // len(samples[-1][2]), 1)  # the longest first
+                size = max(BATCH_TOKENS // num_tokens(samples[-1]), 1)  # the longest first
                 batch, samples = samples[-size:], samples[:-size]
-                yield self.drafted(self.forward(batch))
+                yield self.drafted([self.forward(batch)])
 
     def forwards(self, rows: Keyed) -> list[ReadBatch]:
         """The target's forwards over the rows that can be read, AT_ONCE in each, to be drafted by several heads."""
-        samples: list[tuple[str, ServedChat, Sample]] = []
-        for key, row in rows.items():
-            with suppress(BadInput):
-                samples.append((key, row, self.sample(row)))
-        samples.sort(key=lambda sampled: len(sampled[2]))
+        samples = sorted(self.sampled(rows.items())[0], key=num_tokens)
         return [self.forward(samples[i : i + AT_ONCE]) for i in range(0, len(samples), AT_ONCE)]
 
     @torch.no_grad()
-    def forward(self, rows: Sequence[tuple[str, ServedChat, Sample]]) -> ReadBatch:
+    def forward(self, rows: Sequence[Sampled]) -> ReadBatch:
         """One forward of the target, with the features that the head reads."""
         laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(self.target.device)
         output = self.target.read_texts(laid.input_ids, feature_layers=self.head.feature_layers)
         return ReadBatch([(key, row) for key, row, _ in rows], laid, output)
 
     @torch.no_grad()
-    def drafted(self, forward: ReadBatch) -> list[RowReading]:
-        """The readings of a forward's rows with the head."""
-        head, laid, output = self.head, forward.laid, forward.output
-        num_draft = min(head.num_depths, head.default_draft_tokens)
-        drafted = head.loss(DraftBatch(laid.input_ids, laid.loss_mask, output), num_depths=num_draft)
-        readings = []
-        for i, (key, row) in enumerate(forward.rows):
-            starts = ChainStarts(drafted.starts.positions[i : i + 1], drafted.starts.valid[i : i + 1])
-            counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
-            at = laid.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
-            tokens = laid.input_ids[i, at]
-            # without the last token: in an answer that was cut it is an end that the target did not write
-            temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
-            typical = self._typicality(output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
-            known = tokens if head.vocabulary is None else tokens[torch.isin(tokens, head.vocabulary.to_target)]
-            readings.append(
-                RowReading(key, typical, len(tokens), len(known), counted.num_rounds, counted.num_committed)
-            )
+    def drafted(self, forwards: Iterable[ReadBatch]) -> list[RowReading]:
+        """The readings of all rows of some forwards with the head."""
+        readings, num_draft = [], min(self.head.num_depths, self.head.default_draft_tokens)
+        for forward in forwards:
+            batch = DraftBatch(forward.laid.input_ids, forward.laid.loss_mask, forward.output)
+            drafted = self.head.loss(batch, num_depths=num_draft)
+            for i, (key, row) in enumerate(forward.rows):
+                starts = ChainStarts(drafted.starts.positions[i : i + 1], drafted.starts.valid[i : i + 1])
+                counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
+                at = batch.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
+                tokens = batch.input_ids[i, at]
+                # without the last token: in an answer that was cut it is an end that the target did not write
+                temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
+                typical = self._typicality(forward.output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
+                ids = self.head.vocabulary
+                covered = tokens if ids is None else tokens[torch.isin(tokens, ids.to_target)]
+                counts = (len(tokens), len(covered), counted.num_rounds, counted.num_committed)
+                readings.append(RowReading(key, typical, *counts))
         return readings
 
     def _typicality(self, states: Tensor, tokens: Tensor, temperatures: Sequence[float]) -> dict[str, float]:
@@ -161,14 +160,8 @@ class RowReader:
 
         Args: check_stop: called before each temperature; it may raise SystemExit.
         """
-        prompts: list[list[int]] = []
-        for row in rows:
-            try:
-                prompt = prompt_of(self.sample(row))
-            except BadInput:
-                continue
-            if len(prompt) + ANSWER_TOKENS <= self.target.max_positions and len(prompts) < ASKED:
-                prompts.append(prompt)
+        asked = (prompt_of(sample) for *_, sample in self.sampled((row.origin, row) for row in rows)[0])
+        prompts = [prompt for prompt in asked if len(prompt) + ANSWER_TOKENS <= self.target.max_positions][:ASKED]
         own = []
         for temperature in OWN if prompts else ():
             check_stop()
@@ -201,6 +194,8 @@ def append(path: Path, readings: Sequence[RowReading]) -> None:
 class RefitRun(Session[RefitSettings, RefitJournal]):
     """A run of `headstart refit`: its rows, and the target and the old head that read them."""
 
+    command, journal_type = "headstart refit", RefitJournal
+
     @cached_property
     def traffic(self) -> Traffic:
         """The new rows; --temperature takes the place of theirs."""
@@ -222,8 +217,8 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     @cached_property
     def target(self) -> Target:
         settings = self.settings
-        adapter = settings.adapter or None
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
+        how = {"dtype": settings.dtype, "device": settings.device, "adapter": settings.adapter or None}
+        target = Target.load(settings.target, **how)
         pack_linears(target.base)
         return target
 
@@ -247,29 +242,28 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
 
         Args: until: second of the budget after which reading stops; None: all rows are read.
         """
-        path = self.folder / "data" / name
-        known = readings_in(path)
-        for readings in reader.read([(key, row) for key, row in rows.items() if key not in known]):
+        path = self.data / name
+        done = readings_in(path)
+        for readings in reader.read([(key, row) for key, row in rows.items() if key not in done]):
             self.check_stop()
             append(path, readings)
-            known |= {reading.key: reading for reading in readings}
+            done |= {reading.key: reading for reading in readings}
             if until is not None and self.clock.used > until:
                 break
-        return {key: reading for key, reading in known.items() if key in rows}
+        return {key: reading for key, reading in done.items() if key in rows}
 
     @cached_property
     def readings(self) -> dict[str, RowReading]:
         """The readings with the old head, once they are all taken, without rows that could not be read."""
-        readings = readings_in(self.folder / "data" / READINGS)
+        readings = readings_in(self.data / READINGS)
         return {key: reading for key, reading in readings.items() if not reading.problem}
 
     def own(self, rows: Keyed) -> Keyed:
         """The rows that were read and whose answers the target wrote; old rows are not tested."""
-        foreign, own = self.journal.foreign, self.journal.own
-        assert foreign is not None
+        served, own = known(self.journal.foreign).served, self.journal.own
 
         def is_own(key: str) -> bool:
-            return key.startswith(OLD) or not is_foreign(self.readings[key].typicality, foreign.served, own)
+            return key.startswith(OLD) or not is_foreign(self.readings[key].typicality, served, own)
 
         return {key: row for key, row in rows.items() if key in self.readings and is_own(key)}
 

@@ -21,15 +21,14 @@ from .comparing import (
     drift_of,
     head_between,
     is_enough,
-    ready,
     share_of,
     write_between,
 )
 from .foreign import OwnAnswers, is_foreign, served_temperature
 from .held_out import NEW, OLD, Keyed, by_turns, mixed
-from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan
-from .machine import measure_step
-from .reading import READINGS, ReadBatch, RefitRun, RowReader, RowReading
+from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan, known
+from .machine import measure_step, ready
+from .reading import READINGS, RefitRun, RowReader
 from .steps import last_line, start_seconds
 from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
 
@@ -102,9 +101,8 @@ def drift(run: RefitRun) -> list[DriftPart]:
 
 def refuse_few(run: RefitRun) -> Decision | None:
     """The decision that the old head stays, if too few of the answers are the target's; None: there are enough."""
-    new, foreign = run.sides[0], run.journal.foreign
-    assert foreign is not None
-    held_out, rest, others = len(run.own(new.held_out)), len(run.own(new.rest)), len(foreign.origins)
+    new, others = run.sides[0], len(known(run.journal.foreign).origins)
+    held_out, rest = len(run.own(new.held_out)), len(run.own(new.rest))
     if held_out >= LEAST_TIMED and rest >= LEAST_ROWS:
         return None
     own = held_out + rest
@@ -130,7 +128,7 @@ def plan_training(run: RefitRun) -> TrainingPlan:
     held_out = run.own(new.held_out)
     rows, num_new = training_rows(run)
     journal.row_seconds, journal.head_seconds = paces(reader, dict(list(held_out.items())[:TIMED]))
-    samples = reader.samples(rows)
+    samples = [sample for *_, sample in reader.sampled((row.origin, row) for row in rows)[0]]
     ids = grown_vocabulary(reader.head, samples)
     size = None if ids is None else len(ids)
     config = replace(reader.head.config, draft_vocab_size=size)
@@ -148,7 +146,7 @@ def plan_training(run: RefitRun) -> TrainingPlan:
         Pace(step, start),
         validation_seconds=num_validation * journal.row_seconds,
         num_rows=len(rows),
-        batch_size=int(section.get("batch_size", 8)),
+        batch_size=section["batch_size"],
     )
     more = 0 if size is None else size - reader.head.num_drafted
     if more:
@@ -161,13 +159,8 @@ def paces(reader: RowReader, rows: Keyed) -> tuple[float, float]:
     began = time.monotonic()
     forwards = reader.forwards(rows)
     half = time.monotonic()
-    count = len(batch_readings(reader, forwards))
+    count = len(reader.drafted(forwards))
     return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
-
-
-def batch_readings(reader: RowReader, forwards: Sequence[ReadBatch]) -> list[RowReading]:
-    """The readings of all rows of some forwards."""
-    return [reading for forward in forwards for reading in reader.drafted(forward)]
 
 
 def typical_row(samples: Sequence[Sample]) -> list[int]:
@@ -186,11 +179,10 @@ def train(run: RefitRun) -> str:
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
-    plan, config, data = run.journal.plan, run.folder / "refit.yaml", run.folder / "data"
-    assert plan is not None
+    plan, config = known(run.journal.plan), run.folder / "refit.yaml"
     if not config.exists():
-        write_text(data / "train.jsonl", as_json_lines(training_rows(run)[0]))
-        write_text(data / "validation.jsonl", as_json_lines(run.validation.values()))
+        write_text(run.data / "train.jsonl", as_json_lines(training_rows(run)[0]))
+        write_text(run.data / "validation.jsonl", as_json_lines(run.validation.values()))
         write_refit(run.folder, run.settings, run.reader.head.config, plan, validates=bool(run.validation))
     run.release()
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
@@ -215,11 +207,11 @@ def try_shares(run: RefitRun) -> list[Share]:
     run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=choosing_seconds(run))
     reader, old, trained = run.reader, run.settings.head, run.journal.trained
     forwards = reader.forwards(rows)
-    shares = [share_of(0.0, rows, batch_readings(reader, forwards))]
+    shares = [share_of(0.0, rows, reader.drafted(forwards))]
     for share in SHARES:
         run.check_stop()
         between = replace(reader, head=ready(head_between(old, trained, run.target, share), run.target))
-        shares.append(share_of(share, rows, batch_readings(between, forwards)))
+        shares.append(share_of(share, rows, between.drafted(forwards)))
     return shares
 
 
@@ -239,18 +231,16 @@ def compare_heads(run: RefitRun) -> list[Compared]:
     seconds = (len(new) + len(old)) * run.journal.row_seconds
     run.say(f"the new head reads {len(new)} held-out answers, and {len(old)} old ones", seconds=seconds)
     after = run.read(run.reader_of(run.journal.head), {**new, **old}, "compared.jsonl")
-    write_text(run.folder / "data" / "held_out.jsonl", as_json_lines(new.values()))
+    write_text(run.data / "held_out.jsonl", as_json_lines(new.values()))
     sides = ((NEW, new), (OLD, old))
     return [part for side, rows in sides if rows for part in compare_by_domain(side, rows, run.readings, after)]
 
 
 def decide(run: RefitRun) -> Decision:
     """Decides between the old head and the new one."""
-    journal, foreign, plan = run.journal, run.journal.foreign, run.journal.plan
-    assert foreign is not None and plan is not None
-    old, adapter = run.settings.head, run.settings.adapter
-    decision = decide_between(journal.compared, head=old, new_head=journal.head, adapter=adapter)
-    if not plan.more_tokens:
+    journal, settings, foreign = run.journal, run.settings, known(run.journal.foreign)
+    decision = decide_between(journal.compared, head=settings.head, new_head=journal.head, adapter=settings.adapter)
+    if not known(journal.plan).more_tokens:
         decision.cautions.extend(coverage_cautions(journal.drift))
     if foreign.origins:
         others = len(foreign.origins)

@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from ...configs.errors import BadInput
-from ...train.trend import Validated, forecast
-from .candidates import Candidate, find_candidates
+from ...train.trend import forecast
+from .candidates import find_candidates
 from .clock import HALVING
-from .journal import Chosen, Measured, Rung, Score, Trained
+from .journal import Chosen, Measured, Rung, Score, Trained, known
 from .session import AutoRun
 from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, steps_in, validations
 
@@ -69,9 +70,10 @@ def survivors(scores: Mapping[str, float]) -> list[str]:
     return order[: -(-len(order) // 2)]
 
 
-def offered(run: AutoRun) -> dict[str, Candidate]:
-    """The candidates by name."""
-    return {candidate.name: candidate for candidate in find_candidates(run.settings.engine, run.settings.target)}
+def learner_of(run: AutoRun) -> Learner:
+    """What trains the candidates that the run may train."""
+    found = find_candidates(run.settings.engine, run.settings.target)
+    return Learner(run, {candidate.name: candidate for candidate in found})
 
 
 def choose(run: AutoRun) -> Chosen:
@@ -79,85 +81,77 @@ def choose(run: AutoRun) -> Chosen:
 
     Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
     """
-    journal, learner = run.journal, Learner(run, offered(run))
+    journal, learner = run.journal, learner_of(run)
     if journal.rungs:  # resumed
         names = list(journal.rungs[0].plan)
     else:
         halving_seconds = HALVING * run.left_until(journal.learning_until)
         ranked = by_gain_per_cost(run.machine.able)
-        names = starting_candidates(ranked, {name: learner.pace(name, []) for name in ranked}, halving_seconds)
+        names = starting_candidates(ranked, {name: learner.pace(name) for name in ranked}, halving_seconds)
         journal.rung_seconds = rung_seconds(halving_seconds, len(names))
+    number = 1
     while len(names) > 1:
-        names = run_rung(run, names, learner)
+        names, number = run_rung(run, number, names, learner), number + 1
     [name] = names
-    scores = [score for rung in journal.rungs for score in rung.scores if score.name == name and not score.problem]
-    steps, extracts = learner.planned(name, journal.rungs, seconds=run.left_until(journal.learning_until))
-    course, steps = course_of(run, name), max(steps, 0)
+    steps, extracts = learner.planned(name, seconds=run.left_until(journal.learning_until))
+    scores, steps = journal.scores_of(name), max(steps, 0)
+    course = [score.validated for score in scores]
     expected = forecast(course, course[-1].step + steps) if course and steps else None
     return Chosen(name, steps, extracts, scores[-1] if scores else None, expected)
 
 
-def course_of(run: AutoRun, name: str) -> list[Validated]:
-    """A candidate's validations in its rungs."""
-    scores = [score for rung in run.journal.rungs for score in rung.scores]
-    return [score.validated for score in scores if score.name == name and not score.problem]
-
-
-def run_rung(run: AutoRun, names: list[str], learner: Learner) -> list[str]:
-    """Trains and scores the candidates `names`; a rung of the journal with these candidates is resumed.
+def run_rung(run: AutoRun, number: int, names: list[str], learner: Learner) -> list[str]:
+    """Trains and scores the candidates `names` in the rung of that number, from 1; one in the journal is resumed.
 
     Returns the names of the better half, best first; if there was no time to score any, the most promising one.
     Raises: BadInput if all fail in the first rung.
     """
-    journal, candidates = run.journal, learner.candidates
-    current = next((rung for rung in journal.rungs if list(rung.plan) == names), None)
-    if current is not None and current.kept:
-        return current.kept
-    earlier = [rung for rung in journal.rungs if rung is not current]
-    reached = {score.name: score.steps for rung in earlier for score in rung.scores}
+    journal = run.journal
     seconds = journal.rung_seconds / len(names)  # per candidate
-    if current is None:
-        steps = {name: max(steps_in(seconds, learner.pace(name, earlier)), LEAST_STEPS) for name in names}
-        current = Rung({name: reached.get(name, 0) + steps[name] for name in names})
-        journal.rungs.append(current)
+    before = {name: scores[-1].steps if (scores := journal.scores_of(name)) else 0 for name in names}
+    if len(journal.rungs) < number:
+        steps = {name: max(steps_in(seconds, learner.pace(name)), LEAST_STEPS) for name in names}
+        journal.rungs.append(Rung({name: before[name] + steps[name] for name in names}))
         run.write()
-    scored = {score.name for score in current.scores}
+    current = journal.rungs[number - 1]
+    if current.kept:
+        return current.kept
+    scored = [score.name for score in current.scores]
     for name in [name for name in names if name not in scored]:
-        assert journal.learning_until is not None
         steps = current.plan[name]
-        until = min(run.clock.used + LATE * seconds, journal.learning_until)
-        pace = learner.pace(name, earlier)
-        arguments = learner.rung_training(candidates[name], steps=steps, seconds=seconds, pace=pace)
-        what = f"rung {len(earlier) + 1}, {len(names)} candidates: {name} is trained up to step {steps}"
+        until = min(run.clock.used + LATE * seconds, known(journal.learning_until))
+        arguments = learner.rung_training(name, steps=steps, seconds=seconds)
+        what = f"rung {number}, {len(names)} candidates: {name} is trained up to step {steps}"
         try:
             record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
-            score = learner.score(name, run.folder / "candidates" / name, record, steps_before=reached.get(name, 0))
+            score = learner.score(name, run.folder / "candidates" / name, record, steps_before=before[name])
         except BadInput as error:  # this candidate cannot be trained; the others may
-            score = Score(name, 0, 0.0, 0.0, [], 0, 0.0, problem=str(error))
+            score = Score(name, problem=str(error))
         current.scores.append(score)
         told = f"{score.acceptance_length:.2f} tokens per round, predicted speedup {score.predicted_speedup:.2f}"
         run.say(f"  {score.problem or told}")
         run.write()
     speedups = {score.name: score.predicted_speedup for score in current.scores if not score.problem}
     late = [score.name for score in current.scores if score.problem == TIME_IS_UP]
-    current.kept = (
-        survivors(speedups) or (names if earlier else late)[:1]
-    )  # both best first: by scores, by gain per cost
+    # both best first: by scores, by gain per cost
+    current.kept = survivors(speedups) or (names if number > 1 else late)[:1]
     if not current.kept:
         raise BadInput(f"no candidate could be trained: {current.scores[0].name}: {current.scores[0].problem}")
     run.write()
     return current.kept
 
 
-def extract(run: AutoRun, learner: Learner) -> bool:
-    """Extracts the target's states on the final training's rows, in at most half of the time left for learning.
+def extract(run: AutoRun, states: Path) -> bool:
+    """Extracts the target's states on the final training's rows into a folder, in at most half of the time left for
+    learning.
 
     Returns whether it succeeded: there may be no room for them, or they take too long.
     """
     half = run.left_until(run.journal.learning_until) / 2
     what = "the target reads the rows once, and its states are kept for the training"
+    arguments = ["data", "extract", str(run.folder / "configs" / "chosen.yaml"), "--output", str(states)]
     try:
-        record = run.step(what, learner.extraction(), name="extract", seconds=half, until=run.clock.used + half)
+        record = run.step(what, arguments, name="extract", seconds=half, until=run.clock.used + half)
     except BadInput as error:
         run.say(f"  {error}: the rows are read in every step")
         return False
@@ -172,27 +166,24 @@ def learn(run: AutoRun) -> Trained:
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
-    journal, chosen, learner = run.journal, run.journal.chosen, Learner(run, offered(run))
-    assert chosen is not None
+    journal, chosen, learner = run.journal, known(run.journal.chosen), learner_of(run)
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
-    head, score, course = earlier, chosen.score, course_of(run, chosen.name)
+    head, score, course = earlier, chosen.score, [score.validated for score in journal.scores_of(chosen.name)]
     if not earlier or (chosen.max_steps >= LEAST_STEPS and gains_by_training(run, chosen)):
-        steps, pace = max(chosen.max_steps, LEAST_STEPS), learner.pace(chosen.name, journal.rungs)
-        training = partial(learner.final_training, learner.candidates[chosen.name], steps, earlier, pace=pace)
+        steps, output, states = max(chosen.max_steps, LEAST_STEPS), run.folder / "training", run.folder / "states"
+        training = partial(learner.final_training, chosen.name, steps, earlier)
         seconds = run.left_until(journal.learning_until)
         arguments = training(seconds=seconds)  # writes the config
-        if chosen.extracts and extract(run, learner):
+        if chosen.extracts and extract(run, states):
             seconds = run.left_until(journal.learning_until)
-            arguments = [*training(seconds=seconds), f"data.features={learner.states}"]
+            arguments = [*training(seconds=seconds), f"data.features={states}"]
         what = f"{chosen.name} is chosen, and trained for {steps} more steps"
         record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
-        shutil.rmtree(learner.states, ignore_errors=True)
-        last = learner.score(chosen.name, run.folder / "training", record, steps_before=0)
+        shutil.rmtree(states, ignore_errors=True)
+        last = learner.score(chosen.name, output, record, steps_before=0)
         before = course[-1].step if course else 0
-        course += [
-            replace(part.validated, step=before + part.validated.step) for part in validations(run.folder / "training")
-        ]
-        trained = head_in(run.folder / "training", "final", "best")
+        course += [replace(reached, step=before + reached.step) for reached, _ in validations(output)]
+        trained = head_in(output, "final", "best")
         if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):
             head, score = trained, score if last.problem else last
     if not head:
@@ -207,7 +198,6 @@ def gains_by_training(run: AutoRun, chosen: Chosen) -> bool:
     if expected is None or score is None:
         return True
     gains = expected.high >= WORTHWHILE * score.acceptance_length
-    run.say(
-        f"  tokens per round expected after {chosen.max_steps} more steps: {expected}" + ("" if gains else "; it ends")
-    )
+    told = f"  tokens per round expected after {chosen.max_steps} more steps: {expected}"
+    run.say(told + ("" if gains else "; it ends"))
     return gains

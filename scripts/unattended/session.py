@@ -1,15 +1,13 @@
-"""An unattended run in its folder: settings, journal, clock and commands. `open_session` starts or resumes a run."""
+"""An unattended run in its folder: settings, journal, clock and commands."""
 
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
-
-from rich.console import Console
+from typing import ClassVar, Generic, Self, TypeVar
 
 from ...configs.errors import BadInput, first_line
 from ...configs.owned import OwnedFolder
@@ -18,7 +16,7 @@ from ...data_pipelines.answers.store import check_same_settings
 from ...heads.targets.dtype import default_dtype
 from ...train.stopping import Stopping
 from .clock import Clock, clock_text
-from .journal import AutoJournal, Journal, Machine
+from .journal import AutoJournal, Journal, Machine, known
 from .steps import CommandRunner, StepRecord
 
 WEIGHTS = (".safetensors", ".gguf")  # files that are too large to read whole
@@ -35,11 +33,6 @@ class Settings:
     device: str
     launcher: str  # command that starts Python for training; empty: none
     seed: int
-
-    @property
-    def target_section(self) -> dict[str, str]:
-        """Which target, in run configs."""
-        return {"path": self.target}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,38 +61,53 @@ class RefitSettings(Settings):
     max_length: int
     rows: str  # digest of the files `traffic` and `replay`, of the head's files, the target's and the adapter's
 
-    @property
-    def target_section(self) -> dict[str, str]:
-        return {"path": self.target, **({"adapter": self.adapter} if self.adapter else {})}
-
 
 S = TypeVar("S", bound=Settings)
 J = TypeVar("J", bound=Journal)
 
 
-@dataclass
 class Session(Generic[S, J]):
-    """A run in its folder."""
+    """A run in its folder; `open` starts or resumes it.
 
-    settings: S
-    journal: J
-    folder: Path
-    clock: Clock
-    stopping: Stopping
-    console: Console
-    keep: Callable[[], None]  # after this was called, a new folder is not removed when the run fails
+    keep: after this was called, a new folder is not removed when the run fails.
+    """
 
-    def __post_init__(self) -> None:
-        launcher = shlex.split(self.settings.launcher)
-        self.runner = CommandRunner(self.folder / "logs", self.clock, self.stopping, launcher)
+    command: ClassVar[str]  # such as `headstart auto`
+    journal_type: type[J]
 
-    def say(self, text: str, *, seconds: float | None = None, command: str = "") -> None:
+    def __init__(self, settings: S, owned: OwnedFolder, stopping: Stopping):
+        self.settings, self.stopping = settings, stopping
+        self.folder, self.keep = owned.path, owned.keep
+        self.clock = Clock(self.folder / "clock.json", settings.budget)
+        self.journal = self.journal_type.read(self.folder, vars(settings))
+        self.runner = CommandRunner(self.folder / "logs", self.clock, stopping, shlex.split(settings.launcher))
+        self.console = PlainConsole(stderr=True)
+
+    @classmethod
+    @contextmanager
+    def open(cls, output: Path, settings: S) -> Iterator[Self]:
+        """Starts or resumes a run in the folder `output`. In the `with` block, Ctrl-C stops it at the next safe point.
+
+        Raises: BadInput if another command made the folder, it was made with other settings, or a launcher started this
+        command in several processes: steps start processes themselves.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise BadInput(f"{cls.command}: run it in one process; --launcher says how to train on several devices")
+        with OwnedFolder(output, command=cls.command, settings=vars(settings)) as owned:
+            check_same_settings(owned.settings, vars(settings), folder=owned.path)
+            with Stopping() as stopping:
+                yield cls(settings, owned, stopping)
+
+    @property
+    def data(self) -> Path:
+        """The folder of the rows: held_out.jsonl and others."""
+        return self.folder / "data"
+
+    def say(self, text: str, *, seconds: float | None = None) -> None:
         """Print a line with the time used so far. Args: seconds: expected duration of what the line announces."""
         about = "" if seconds is None else f" (about {clock_text(seconds)})"
         now = f"[{clock_text(self.clock.used)} of {clock_text(self.settings.budget)}]"
         self.print(f"{now} {text}{about}")
-        if command:
-            self.print(f"    {command}", style="dim")
 
     def print(self, line: str, *, style: str | None = None) -> None:
         self.console.print(line, style=style, highlight=False, soft_wrap=True)
@@ -123,7 +131,8 @@ class Session(Generic[S, J]):
 
         Raises: as `CommandRunner.run`.
         """
-        self.say(what, seconds=seconds, command=self.runner.command_line(arguments))
+        self.say(what, seconds=seconds)
+        self.print(f"    {self.runner.command_line(arguments)}", style="dim")
         record = self.runner.run(name, arguments, until=until)
         self.journal.steps.append(record)
         return record
@@ -136,56 +145,18 @@ class Session(Generic[S, J]):
 
     def left_until(self, second: float | None) -> float:
         """Seconds up to that second of the budget, 0 or more. Args: second: of the journal, which has it by now."""
-        assert second is not None
-        return max(second - self.clock.used, 0.0)
+        return max(known(second) - self.clock.used, 0.0)
 
 
 class AutoRun(Session[AutoSettings, AutoJournal]):
     """A run of `headstart auto`."""
 
+    command, journal_type = "headstart auto", AutoJournal
+
     @property
     def machine(self) -> Machine:
         """The measured machine, once it is."""
-        assert self.journal.machine is not None
-        return self.journal.machine
-
-    @property
-    def data(self) -> Path:
-        """The folder of the rows: held_out.jsonl and others."""
-        return self.folder / "data"
-
-
-R = TypeVar("R", bound=Session)
-
-
-@contextmanager
-def open_session(
-    kind: Callable[[S, J, Path, Clock, Stopping, Console, Callable[[], None]], R],
-    journal: type[J],
-    command: str,
-    output: Path,
-    settings: S,
-) -> Iterator[R]:
-    """Starts or resumes a run in the folder `output`. In the `with` block, Ctrl-C stops it at the next safe point.
-
-    Args:
-        kind: the class of the session.
-        command: such as `headstart auto`.
-
-    Raises: BadInput if another command made the folder, or it was made with other settings.
-    """
-    options = vars(settings)
-    with OwnedFolder(output, command=command, settings=options) as folder:
-        check_same_settings(folder.settings, options, folder=folder.path)
-        with Stopping() as stopping:
-            clock, begun = Clock(folder.path / "clock.json", settings.budget), journal.read(folder.path, options)
-            yield kind(settings, begun, folder.path, clock, stopping, PlainConsole(stderr=True), folder.keep)
-
-
-def check_started_once(command: str) -> None:
-    """Raises BadInput if a launcher started this command in several processes: steps start processes themselves."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise BadInput(f"{command}: run it in one process; --launcher says how to train on several devices")
+        return known(self.journal.machine)
 
 
 def files_digest(paths: Iterable[str]) -> str:

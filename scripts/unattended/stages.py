@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from . import evaluation, refit
 from .answers import answer, end_of_answers
@@ -10,12 +10,17 @@ from .candidates import OURS
 from .machine import split_and_measure
 from .reading import RefitRun
 from .rungs import choose, learn
-from .session import AutoRun, R
+from .session import AutoRun, Session
+
+R = TypeVar("R", bound=Session)
 
 
 @dataclass(frozen=True)
 class Stage(Generic[R]):
-    """A part of a run, which finds the value of a field of the journal."""
+    """A part of a run, which finds the value of a field of the journal.
+
+    find: raises BadInput on what the user can correct, and SystemExit after a signal to stop.
+    """
 
     field: str
     find: Callable[[R], Any]
@@ -66,8 +71,6 @@ def run_stages(run: R, stages: Sequence[Stage[R]], write_page: Callable[[R], lis
     """Runs the stages up to a decision, writes the page, and prints the lines that it returns.
 
     The journal is written behind each stage, and a stage whose field is filled is skipped: a killed run resumes.
-
-    Raises: BadInput on what the user can correct; SystemExit after a signal to stop.
     """
     for stage in stages:
         if run.journal.decision is None and not getattr(run.journal, stage.field) and stage.is_needed(run):

@@ -17,17 +17,15 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...configs.files import write_text
 from ...configs.jsonl import read_appended
-from ...configs.loader import build
 from ...data_pipelines.storage.samples import Sample
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.targets.fit import row_share
-from ...train.config import TrainConfig
 from ...train.trend import Validated
 from .answers import VALIDATION
 from .candidates import TRAINING, Candidate, find_candidates
 from .clock import TRAINED
-from .journal import AnswerCounts, Measured, Rung, Score, TrainingPlan
+from .journal import AnswerCounts, Measured, Score, TrainingPlan, known
 from .machine import predict_length
 from .session import AutoRun, RefitSettings, Settings
 from .steps import StepRecord
@@ -70,24 +68,24 @@ def steps_in(seconds: float, pace: Pace, *, validating: float = 0.0) -> int:
 def write_run(
     path: Path,
     settings: Settings,
+    *,
     head: dict[str, Any],
     data: dict[str, Any],
     train: dict[str, Any],
-    *,
     dtype: str,
-    device: str,
     step_seconds: float,
 ) -> None:
     """Writes the run config of a training. Args: train: what is not the same in all of them."""
+    adapter = settings.adapter if isinstance(settings, RefitSettings) else ""
     same = {
         "precision": "bf16" if dtype == "bfloat16" else "fp32",
         "seed": settings.seed,
-        "device": "cpu" if device == "cpu" else None,
+        "device": "cpu" if settings.device == "cpu" else None,
         "checkpoint_every": max(int(SAVE_SECONDS / step_seconds), 1),
         "keep_checkpoints": 1,
     }
     config = {
-        "target": {**settings.target_section, "dtype": dtype},
+        "target": {"path": settings.target, **({"adapter": adapter} if adapter else {}), "dtype": dtype},
         "head": head,
         "data": {**data, "layout": "bucketed"},
         "train": {**same, **train},
@@ -112,8 +110,7 @@ class Learner:
 
     @property
     def answers(self) -> AnswerCounts:
-        assert self.run.journal.answers is not None
-        return self.run.journal.answers
+        return known(self.run.journal.answers)
 
     @property
     def validation_seconds(self) -> float:
@@ -129,64 +126,51 @@ class Learner:
     def measured(self, name: str) -> Measured:
         return next(candidate for candidate in self.run.machine.candidates if candidate.name == name)
 
-    def pace(self, name: str, rungs: Sequence[Rung]) -> Pace:
-        """A candidate's training speed: as in the last of these rungs, or as measured in a single step before any."""
+    def pace(self, name: str) -> Pace:
+        """A candidate's training speed: as in its last rung, or as measured in a single step before any."""
         step, steps_before = self.measured(name).step_seconds, 0
         continued = self.run.machine.start_seconds + self.validation_seconds
         overhead = continued + self.fitting_seconds(name)
-        for rung in rungs:
-            score = next((score for score in rung.scores if score.name == name and not score.problem), None)
-            if score and score.steps > steps_before:
+        for score in self.run.journal.scores_of(name):
+            if score.steps > steps_before:
                 # at least a tenth of the last estimate: the overhead itself is an estimate
                 step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
                 steps_before, overhead = score.steps, continued
         return Pace(step, overhead)
 
-    def planned(self, name: str, rungs: Sequence[Rung], *, seconds: float) -> tuple[int, bool]:
+    def planned(self, name: str, *, seconds: float) -> tuple[int, bool]:
         """Steps of the final training in that many seconds, and whether the target's states are extracted before it.
 
         Extracted, they are read once, however often the rows are; else in every step anew.
         """
-        pace, validating = self.pace(name, rungs), (NUM_VALIDATIONS - 1) * self.validation_seconds
-        answers, measured = self.answers, self.measured(name)
+        pace, validating = self.pace(name), (NUM_VALIDATIONS - 1) * self.validation_seconds
+        answers = self.answers
         num_rows = answers.written + answers.sampled
-        row_seconds = measured.token_seconds * answers.row_tokens / max(num_rows, 1)  # of the target's forward
-        config = build(TrainConfig, {**self.candidates[name].train, "output_dir": "", "max_steps": 1})
-        step = max(pace.step - config.batch_size * row_seconds, pace.step / 10)
+        row_seconds = self.measured(name).token_seconds * answers.row_tokens / max(num_rows, 1)  # target's forward
+        step = max(pace.step - self.candidates[name].train["batch_size"] * row_seconds, pace.step / 10)
         extracting = self.run.machine.start_seconds + row_seconds * (num_rows + answers.given)
         plain = steps_in(seconds, pace, validating=validating)
         extracted = steps_in(seconds - extracting, Pace(step, pace.overhead), validating=validating)
         extracts = extracted > EXTRACTED * max(plain, LEAST_STEPS)
         return extracted if extracts else plain, extracts
 
-    def extraction(self) -> list[str]:
-        """Arguments of the `headstart data extract` of the final training's rows."""
-        return ["data", "extract", str(self.run.folder / "configs" / "chosen.yaml"), "--output", str(self.states)]
-
-    @property
-    def states(self) -> Path:
-        """The folder of extracted states."""
-        return self.run.folder / "states"
-
-    def rung_training(self, candidate: Candidate, *, steps: int, seconds: float, pace: Pace) -> list[str]:
+    def rung_training(self, name: str, *, steps: int, seconds: float) -> list[str]:
         """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.
 
         If that takes longer than `seconds`, it is validated and stops earlier, after at least one step. The config is
         written for the first rung only: later ones continue the same run.
         """
         train = {
-            "output_dir": str(self.run.folder / "candidates" / candidate.name),
+            "output_dir": str(self.run.folder / "candidates" / name),
             "max_steps": NEVER,
             "warmup_steps": WARMUP,
             "min_lr_ratio": 1.0,
             "compile": False,  # would take much of each rung's time
         }
-        arguments = self._training(candidate.name, candidate, train, seconds=seconds, pace=pace)
+        arguments = self._training(name, name, train, seconds=seconds)
         return [*arguments, f"train.stop_at_step={steps}", f"train.validate_every={steps}"]
 
-    def final_training(
-        self, candidate: Candidate, max_steps: int, start_from: str, *, seconds: float, pace: Pace
-    ) -> list[str]:
+    def final_training(self, name: str, max_steps: int, start_from: str, *, seconds: float) -> list[str]:
         """Arguments of the `headstart train` of the chosen candidate, whose learning rate decays to 0.
 
         Args:
@@ -200,26 +184,25 @@ class Learner:
             "warmup_steps": min(WARMUP, max_steps - 1),
             "validate_every": max(max_steps // NUM_VALIDATIONS, 1),
         }
-        return self._training("chosen", candidate, train, seconds=seconds, pace=pace)
+        return self._training("chosen", name, train, seconds=seconds)
 
-    def _training(
-        self, name: str, candidate: Candidate, train: dict[str, Any], *, seconds: float, pace: Pace
-    ) -> list[str]:
-        """Arguments of a training by configs/NAME.yaml, which is written unless it is there."""
-        config, machine, rows = self.run.folder / "configs" / f"{name}.yaml", self.run.machine, self.run.data
+    def _training(self, file: str, name: str, train: dict[str, Any], *, seconds: float) -> list[str]:
+        """Arguments of a candidate's training by configs/FILE.yaml, which is written unless it is there."""
+        config, candidate, rows = self.run.folder / "configs" / f"{file}.yaml", self.candidates[name], self.run.data
         if not config.exists():
             files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
             write_run(
                 config,
                 self.run.settings,
-                candidate.with_vocabulary(self.answers.draft_vocab_size).head.as_dict(),
-                {**files, "max_length": self.answers.max_length},
-                {**candidate.train, "decode_prompts": self.answers.validation, "decode_tokens": DECODE_TOKENS, **train},
-                dtype=machine.dtype,
-                device=machine.device,
-                step_seconds=pace.step,
+                head=candidate.with_vocabulary(self.answers.draft_vocab_size).head.as_dict(),
+                data={**files, "max_length": self.answers.max_length},
+                train=candidate.train
+                | {"decode_prompts": self.answers.validation, "decode_tokens": DECODE_TOKENS}
+                | train,
+                dtype=self.run.machine.dtype,
+                step_seconds=self.pace(name).step,
             )
-        stop_after = max(round(seconds - machine.start_seconds - self.validation_seconds, 1), 1.0)
+        stop_after = max(round(seconds - self.run.machine.start_seconds - self.validation_seconds, 1), 1.0)
         return ["train", str(config), f"train.stop_after={stop_after}"]
 
     def score(self, name: str, output: Path, record: StepRecord, *, steps_before: int) -> Score:
@@ -227,31 +210,21 @@ class Learner:
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        measured = validations(output)
-        reached = measured[-1].validated if measured else None
+        reached, rates = (validations(output) or [(None, [])])[-1]
         if reached is None or reached.step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
-            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem=problem)
-        rates = measured[-1].acceptance_rate
+            return Score(name, seconds=record.seconds, problem=problem)
         num_draft_tokens, speedup = predict_length(rates, self.measured(name).costs)
         figures = (reached.step, record.seconds, reached.acceptance_length, rates, num_draft_tokens, speedup)
         return Score(name, *figures, num_rounds=reached.num_rounds)
 
 
-@dataclass(frozen=True)
-class DecodedAnswers:
-    """A validation by decoding."""
-
-    validated: Validated
-    acceptance_rate: list[float | None]  # by draft position
-
-
-def validations(run: Path) -> list[DecodedAnswers]:
-    """The decoded validations in a run folder, in order."""
+def validations(run: Path) -> list[tuple[Validated, list[float | None]]]:
+    """The decoded validations in a run folder, in order, with their acceptance rates by draft position."""
     rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
     decoded = [(row["step"], row["validation"].get("decoded")) for row in rows]
     return [
-        DecodedAnswers(Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
+        (Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
         for step, part in decoded
         if part and part["acceptance_length"] is not None
     ]
@@ -303,11 +276,7 @@ def write_refit(
     folder: Path, settings: RefitSettings, config: HeadConfig, plan: TrainingPlan, *, validates: bool
 ) -> None:
     """Writes refit.yaml, the config of the training on the rows in data/. Args: validates: on rows there."""
-    validating = {
-        "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),
-        "patience": PATIENCE,
-        "decode_prompts": 0,
-    }
+    files = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
     train = {
         **training_of(config),
         "output_dir": str(folder / "training"),
@@ -315,14 +284,19 @@ def write_refit(
         "max_steps": plan.max_steps,
         "warmup_steps": min(WARMUP, plan.max_steps - 1),
     }
-    files = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
+    if validates:
+        files["validation"] = str(folder / "data" / "validation.jsonl")
+        train |= {
+            "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),
+            "patience": PATIENCE,
+            "decode_prompts": 0,
+        }
     write_run(
         folder / "refit.yaml",
         settings,
-        {**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
-        files | ({"validation": str(folder / "data" / "validation.jsonl")} if validates else {}),
-        train | (validating if validates else {}),
+        head={**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
+        data=files,
+        train=train,
         dtype=settings.dtype,
-        device=settings.device,
         step_seconds=plan.step_seconds,
     )

@@ -14,9 +14,20 @@ from headstart.scripts.unattended import candidates
 from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
 from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
-from headstart.scripts.unattended.evaluation import end_of_learning, plan_sizes, planning_seconds, prompts_within
+from headstart.scripts.unattended.evaluation import end_of_learning, plan_evaluation, plan_sizes
 from headstart.scripts.unattended.held_out import split_prompts
-from headstart.scripts.unattended.journal import AnswerCounts, Chosen, Machine, Measured, RoundCost, Rung, Score, Split
+from headstart.scripts.unattended.journal import (
+    AnswerCounts,
+    AutoJournal,
+    Chosen,
+    Machine,
+    Measured,
+    RoundCost,
+    Rung,
+    Score,
+    Split,
+    Trained,
+)
 from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict_length
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
@@ -128,18 +139,17 @@ ANSWERS = AnswerCounts(
 )
 
 
-def learner_of(machine, tmp_path, **answers):
-    journal = SimpleNamespace(answers=replace(ANSWERS, **answers))
-    settings = SimpleNamespace(target_section={"path": "target"}, seed=0)
+def learner_of(machine, tmp_path, rungs=(), **answers):
+    journal = AutoJournal({}, answers=replace(ANSWERS, **answers), rungs=[*rungs])
+    settings = SimpleNamespace(target="target", device="cuda", seed=0)
     run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
     return Learner(run, {candidate.name: candidate for candidate in find_candidates()})
 
 
 def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
-    machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[])
-    learner = learner_of(machine, tmp_path)
-    [eagle3] = [candidate for candidate in find_candidates() if candidate.name == "eagle3"]
-    _, config, *_ = learner.rung_training(eagle3, steps=20, seconds=60.0, pace=Pace(step=0.5, overhead=5))
+    eagle3 = Measured("eagle3", step_seconds=0.5)
+    machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[eagle3])
+    _, config, *_ = learner_of(machine, tmp_path).rung_training("eagle3", steps=20, seconds=60.0)
     assert load_run(config).train.compile is False
 
 
@@ -150,10 +160,10 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     learner = learner_of(machine, tmp_path)
     fitting = FITTING * 1500 * 0.01
     continued = 5.0 + learner.validation_seconds
-    assert astuple(learner.pace("medusa", [])) == pytest.approx((2.0, continued + fitting))
+    assert astuple(learner.pace("medusa")) == pytest.approx((2.0, continued + fitting))
     score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
-    measured = astuple(learner.pace("medusa", [Rung({"medusa": 10}, [score])]))
-    assert measured == pytest.approx((3.0, continued)), "steps took longer than expected"
+    continuing = learner_of(machine, tmp_path, rungs=[Rung({"medusa": 10}, [score])])
+    assert astuple(continuing.pace("medusa")) == pytest.approx((3.0, continued)), "steps took longer than expected"
     few = learner_of(machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
@@ -172,7 +182,7 @@ def test_states_are_extracted_where_rows_are_read_often_and_the_target_takes_muc
     def planned(seconds, token_seconds):
         measured = Measured("medusa", step_seconds=10.0, token_seconds=token_seconds)
         machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=0, candidates=[measured])
-        return learner_of(machine, tmp_path).planned("medusa", [], seconds=seconds)
+        return learner_of(machine, tmp_path).planned("medusa", seconds=seconds)
 
     plain, extracts = planned(1000, 0.0)
     assert plain in (88, 89) and not extracts, "extracting would save nothing"
@@ -186,10 +196,11 @@ def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan
     """So that a larger budget, whose plan by batch size takes longer, does not evaluate fewer prompts."""
     machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
     settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
-    journal = SimpleNamespace(split=Split(32, 900, 0, 100))
-    reserve = settings.budget - end_of_learning(run_of(machine=machine, settings=settings, journal=journal))
-    left = reserve - planning_seconds(settings.budget, engine="headstart") - machine.start_seconds
-    assert prompts_within(left, machine, max_new_tokens=128, num_prompts=32) == 32
+    journal = SimpleNamespace(split=Split(32, 900, 0, 100), trained=Trained("HEAD", None))
+    run = run_of(machine=machine, settings=settings, journal=journal)
+    reserve = settings.budget - end_of_learning(run)
+    run.clock = SimpleNamespace(left=reserve)
+    assert plan_evaluation(run).num_prompts == 32
     assert reserve <= EVALUATION * settings.budget
 
 

@@ -9,8 +9,9 @@ from headstart.data_pipelines.traffic import ServedChat
 from headstart.data_pipelines.vocab import SIZE_STEP
 from headstart.heads.folder import read_tensors
 from headstart.heads.registry import HEADS, build_head, load_head, save_head, start_head
-from headstart.scripts.unattended.comparing import best_share, head_between, is_enough, ready, write_between
+from headstart.scripts.unattended.comparing import best_share, head_between, is_enough, write_between
 from headstart.scripts.unattended.journal import Share
+from headstart.scripts.unattended.machine import ready
 from headstart.scripts.unattended.training import grown_vocabulary
 
 FEW, MORE = [1, 2, 3, 5, 8, 13, 21], [1, 2, 3, 4, 5, 8, 13, 14, 21]  # draft vocabularies
