@@ -1,10 +1,10 @@
 """One result in words, and whether its figures prove that it is faster than no drafts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from ..decoding.verify import ACCEPT_RULES
-from ..measurement.metrics import LEAST_TIMED, Ends, ratio_and_interval
+from ..measurement.metrics import LEAST_TIMED, ratio_and_interval
 from ..measurement.repetition import WithoutLoops
 from ..measurement.result import ENGINE, LLAMA_CPP, DomainPart, Result, StepMedians
 
@@ -85,7 +85,7 @@ def speedup_words(part: Figures) -> str:
     return ratio_words(part.speedup, part.speedup_ci95) + mark
 
 
-def ratio_words(ratio: float | None, interval: Ends) -> str:
+def ratio_words(ratio: float | None, interval: Sequence[float | None]) -> str:
     """`1.92 [1.81, 2.03]`."""
     low, high = interval
     return f"{number(ratio)} [{number(low)}, {number(high)}]"

@@ -22,7 +22,6 @@ from ...heads.target import Target
 from ...heads.targets.fit import row_share
 from ...heads.targets.skeleton import NoSkeleton, load_skeleton
 from .candidates import BATCH_SIZE
-from .clock import ANSWERS
 from .held_out import as_question, write_rows
 from .journal import AnswerCounts, known
 from .session import AutoRun
@@ -37,11 +36,6 @@ VALIDATION = 8, 32  # least and most rows that score candidates,
 ROW_SECONDS = 150.0  # one for so many seconds of the budget: more rows tell more apart
 ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning
-
-
-def end_of_answers(run: AutoRun) -> float:
-    """The second of the budget at which answering ends."""
-    return run.clock.used + ANSWERS * run.settings.budget
 
 
 def answer(run: AutoRun) -> AnswerCounts:

@@ -56,11 +56,11 @@ def auto(
     killed. Each step is an ordinary command, which is printed. auto.json has all decisions with their figures.
     """
     from ...heads.loading import default_device
+    from .auto import AUTO
     from .candidates import check_engine
     from .clock import parse_budget
     from .page import write_auto_page
-    from .session import AutoRun, AutoSettings, files_digest, target_dtype
-    from .stages import AUTO, run_stages
+    from .session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
 
     check_engine(engine)
     if load and batch_size != 1:
@@ -127,8 +127,8 @@ def refit(
     from .clock import parse_budget
     from .page import write_refit_page
     from .reading import RefitRun
-    from .session import RefitSettings, files_digest, target_dtype
-    from .stages import REFIT, run_stages
+    from .refit import REFIT
+    from .session import RefitSettings, files_digest, run_stages, target_dtype
 
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]

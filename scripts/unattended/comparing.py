@@ -5,7 +5,7 @@ give up of the new (interpolated weights: Wortsman 2022, WiSE-FT, arXiv 2109.019
 validation rows. The new head is offered if it is better on held-out new traffic and no worse on old rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -58,14 +58,10 @@ def write_between(old: str, trained: str, target: Target, share: float, folder: 
     return save_head(head_between(old, trained, target, share), folder, training=training)
 
 
-def share_of(share: float, rows: Keyed, readings: Iterable[RowReading]) -> Share:
+def share_of(share: float, readings: Sequence[RowReading]) -> Share:
     """The journal's entry for a head that read the validation rows."""
-    read = {reading.key: reading for reading in readings}
-
-    def length(side: str) -> float | None:
-        return tokens_per_round([read[key] for key in rows if key.startswith(side) and key in read])
-
-    return Share(share, length(NEW), length(OLD))
+    new, old = ([reading for reading in readings if reading.key.startswith(side)] for side in (NEW, OLD))
+    return Share(share, tokens_per_round(new), tokens_per_round(old))
 
 
 def is_enough(rows: Keyed, *, has_old: bool) -> bool:

@@ -5,7 +5,6 @@ Rows that were asked the same first question stay together, so that nothing is l
 
 import json
 import random
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,10 +17,7 @@ from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
 from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED
-from ...eval.suites.prompts import load_suite
 from ...heads.chat.rows import VARIABLES
-from ...heads.target import Target
-from .journal import Split
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
 MOST_CONVERSATIONS = 64  # held out by refit
@@ -112,26 +108,6 @@ def is_answered(row: dict[str, Any]) -> bool:
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def describe_split(
-    counts: tuple[int, int, int], path: Path, target: Target, *, max_new_tokens: int
-) -> tuple[Split, list[int]]:
-    """The journal's entry for the split, and the token ids of all held-out prompts, one after the other.
-
-    Args:
-        counts: as `split_prompts` returns them.
-        path: held_out.jsonl.
-
-    Raises: BadInput if fewer than LEAST_TIMED held-out prompts fit the target.
-    """
-    suite = load_suite(path, target, max_new_tokens=max_new_tokens)
-    if len(suite.prompts) < LEAST_TIMED:
-        failed = suite.failed[0]
-        usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
-        raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
-    context = round(statistics.median(map(len, suite.prompts))) + max_new_tokens // 2
-    return Split(*counts, context=context), [token for prompt in suite.prompts for token in prompt]
 
 
 # Conversations, of `headstart refit`

@@ -4,6 +4,7 @@ drafts and an optimizer step.
 Candidates are measured untrained. Their drafts are wrong, but take the same time as those of a trained head.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.step_times import StepTable, StepTime, TimedCell, repeated_text
 from ...eval.plan.prediction import steady_speedup
 from ...eval.report.one_result import counted_words
+from ...eval.suites.prompts import load_suite
 from ...heads.base import DraftBatch, DraftHead
 from ...heads.decoders.cpu.build import multiplies_bf16
 from ...heads.decoders.cpu.products import pack_linears
@@ -36,8 +38,8 @@ from ...train.optim import build_optimizer
 from ...train.speed import synchronize
 from .candidates import Candidate, find_candidates, is_served
 from .clock import MACHINE
-from .held_out import MOST_PROMPTS, describe_split, split_prompts
-from .journal import Machine, Measured, RoundCost
+from .held_out import MOST_PROMPTS, split_prompts
+from .journal import Machine, Measured, RoundCost, Split
 from .session import AutoRun
 from .steps import start_seconds
 
@@ -73,10 +75,17 @@ def split_and_measure(run: AutoRun) -> Machine:
         raise BadInput(f"--target {settings.target}: its tokenizer has no chat template")
     most = max(MOST_PROMPTS, LEAST_TIMED * (MOST_ROWS if settings.load else settings.batch_size))
     counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed)
-    run.journal.split, text = describe_split(counts, run.data / "held_out.jsonl", target, max_new_tokens=max_new_tokens)
-    work = TimedWorkload(settings.batch_size, run.journal.split.context, text, max_new_tokens)
+    suite = load_suite(run.data / "held_out.jsonl", target, max_new_tokens=max_new_tokens)
+    if len(suite.prompts) < LEAST_TIMED:
+        failed = suite.failed[0]
+        usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
+        raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
+    context = round(statistics.median(map(len, suite.prompts))) + max_new_tokens // 2
+    run.journal.split = Split(*counts, context=context)
+    text = [token for prompt in suite.prompts for token in prompt]
+    work = TimedWorkload(settings.batch_size, context, text, max_new_tokens)
     if settings.load:
-        rows, is_enough = busy_rows(settings.load, work, partial(baseline_ms, target, work))
+        rows, is_enough = busy_rows(settings.load, max_new_tokens, partial(baseline_ms, target, work))
         batch = counted_words(rows, "row")
         effect = f"keep {batch} busy" if is_enough else f"are more than {batch} can serve without drafts"
         run.say(f"  {settings.load:g} requests per second {effect}")
@@ -125,21 +134,22 @@ def timed_cell(
     return TimedCell(target, head, list(settings), **how, steps=default_steps(target.device))
 
 
-def busy_rows(load: float, work: TimedWorkload, step_ms: Callable[[int], float]) -> tuple[int, bool]:
+def busy_rows(load: float, num_tokens: int, step_ms: Callable[[int], float]) -> tuple[int, bool]:
     """The batch size that a load leads to without drafts.
 
     By Little's law, the rows in service are the arrival rate times the seconds in service, and these grow with the
-    number of rows. All answers are taken to have `max_new_tokens` tokens.
+    number of rows.
 
     Args:
         load: requests per second.
+        num_tokens: of each answer.
         step_ms: milliseconds of a step of the target, by number of rows.
 
     Returns the number of rows, and whether MOST_ROWS rows are enough for the load.
     """
     rows = 1
     while True:
-        busy = load * work.max_new_tokens * step_ms(rows) / 1000
+        busy = load * num_tokens * step_ms(rows) / 1000
         if busy <= rows:
             return max(1, round(busy)), True
         if rows == MOST_ROWS:

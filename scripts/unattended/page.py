@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ...configs.files import write_text
 from ...eval.report.document import short_name
-from ...eval.report.one_result import number
+from ...eval.report.one_result import number, ratio_words
 from ...eval.report.page import page_template
 from ...eval.report.sections import Table, cell, percent
 from .clock import clock_text
 from .comparing import ALL
-from .journal import AutoJournal, Decision, RefitJournal, Score
+from .journal import AutoJournal, Decision, RefitJournal, Score, known
 from .reading import RefitRun
 from .session import AutoRun, Session
 
@@ -22,45 +22,40 @@ Part = tuple[str, str, Table]  # a section of the page: title, text and table
 def write_page(
     run: Session,
     decision: Decision,
-    name: str,
     *,
     heading: str,
     figure: tuple[str, str],
     report: str = "",
     parts: Sequence[Part | None],
 ) -> Path:
-    """Renders decision.html.j2 into NAME.html; returns its path.
+    """Renders decision.html.j2 into auto.html or refit.html, with the commands that were run; returns its path.
 
     Args:
-        name: auto or refit.
         heading: follows the command's name; the time used is added.
         figure: the main figure with its interval, and a caption; an empty figure is left out.
         report: link to the report of an evaluation, relative to the page; empty: none.
         parts: sections; None is left out.
     """
     times = f"{clock_text(run.journal.seconds)} of {clock_text(run.settings.budget)}"
+    rows = [[step.command, clock_text(step.seconds), cell(step.exit_code)] for step in run.journal.steps]
+    commands = Table("Commands", ["command", "time", "exit"], rows)
+    steps = ("How to repeat it", "Each step is an ordinary command; its output is in logs/.", commands)
+    name = run.command.removeprefix("headstart ")
     page = page_template("decision.html.j2", Path(__file__).parent).render(
         decision=decision,
-        heading=f"headstart {name}: {heading}, {times}",
+        heading=f"{run.command}: {heading}, {times}",
         figure=figure,
         report=report,
-        parts=[part for part in [*parts, steps_part(run)] if part],
-        journal=f"{name}.json",
+        parts=[part for part in [*parts, steps] if part],
+        journal=run.journal.file_name,
         guide=f"docs/{name}.md",
     )
     return write_text(run.folder / f"{name}.html", page)
 
 
 def interval_text(ratio: float | None, interval: Sequence[float | None]) -> str:
-    """A ratio with its confidence interval, such as `1.92 [1.81, 2.03]`; empty if the ratio is None."""
-    return "" if ratio is None else f"{number(ratio)} [{number(interval[0])}, {number(interval[1])}]"
-
-
-def steps_part(run: Session) -> Part:
-    """A section with the commands that were run."""
-    rows = [[step.command, clock_text(step.seconds), cell(step.exit_code)] for step in run.journal.steps]
-    table = Table("Commands", ["command", "time", "exit"], rows)
-    return "How to repeat it", "Each step is an ordinary command; its output is in logs/.", table
+    """`1.92 [1.81, 2.03]`; empty if the ratio is None."""
+    return "" if ratio is None else ratio_words(ratio, interval)
 
 
 # headstart auto
@@ -68,15 +63,13 @@ def steps_part(run: Session) -> Part:
 
 def write_auto_page(run: AutoRun) -> list[str]:
     """Writes auto.html of a run that has a decision; returns the lines for the terminal."""
-    journal, machine, decision = run.journal, run.machine, run.journal.decision
-    assert decision is not None
+    journal, machine, decision = run.journal, run.machine, known(run.journal.decision)
     speedup = interval_text(decision.speedup, decision.speedup_ci95)
     warnings = journal.answers.warnings if journal.answers else []
     target, device = short_name(run.settings.target), f"{machine.device}, {machine.dtype}"
     path = write_page(
         run,
         replace(decision, cautions=[*decision.cautions, *warnings]),
-        "auto",
         heading=f"{target} on {device}, batch {machine.batch_size}",
         figure=(speedup, "speedup [95 % interval], on held-out prompts"),
         report="eval/report.html" if journal.report else "",
@@ -186,14 +179,12 @@ def sizes_part(path: str) -> Part | None:
 
 def write_refit_page(run: RefitRun) -> list[str]:
     """Writes refit.html of a run that has a decision; returns the lines for the terminal."""
-    journal, decision = run.journal, run.journal.decision
-    assert decision is not None
+    journal, decision = run.journal, known(run.journal.decision)
     whole = [part for part in journal.compared if (part.traffic, part.domain) == ("new", ALL)]
     figure = interval_text(whole[0].ratio, whole[0].interval) if whole else ""
     path = write_page(
         run,
         decision,
-        "refit",
         heading=f"{short_name(run.settings.head)} on {short_name(run.settings.target)}",
         figure=(figure, "tokens per forward of the new head over the old one's [95 % interval], new traffic"),
         parts=[comparison_part(journal), shares_part(journal), drift_part(journal), rows_part(journal)],
@@ -258,8 +249,7 @@ def drift_part(journal: RefitJournal) -> Part:
 
 def rows_part(journal: RefitJournal) -> Part:
     """The rows of the files, and those left out."""
-    rows, foreign = journal.found, journal.foreign
-    assert rows is not None and foreign is not None
+    rows, foreign = known(journal.found), known(journal.foreign)
     table = [["answered conversations", cell(rows.new)], ["held out", cell(rows.held_out_new)]]
     table += [["old ones", cell(rows.old)], ["old ones held out", cell(rows.held_out_old)]]
     table += [["the same as another, or its beginning", cell(rows.repeated)]]

@@ -1,6 +1,7 @@
 """The stages of `headstart refit`: rows, reading, training, how far to go from the old head, comparison, decision."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from .held_out import NEW, OLD, Keyed, by_turns, mixed
 from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan, known
 from .machine import measure_step, ready
 from .reading import READINGS, RefitRun, RowReader
+from .session import Stage
 from .steps import last_line, start_seconds
 from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
 
@@ -80,15 +82,12 @@ def read(run: RefitRun) -> Foreign:
     origins = [
         served[key].origin for key, typicality in judged.items() if is_foreign(typicality, temperature, journal.own)
     ]
-    refused: dict[str, int] = {}
-    for reading in readings.values():
-        if reading.problem:
-            refused[reading.problem] = refused.get(reading.problem, 0) + 1
+    refused = Counter(reading.problem for reading in readings.values() if reading.problem)
     thresholds = {str(answers.temperature): round(answers.threshold, 2) for answers in journal.own}
-    late = len(served) - sum(key in readings for key in served)
+    late = len(served.keys() - readings.keys())
     about = "" if temperature is None else f", at about temperature {temperature}"
     run.say(f"  {len(origins)} answers are not this target's; {len(judged) - len(origins)} are{about}")
-    return Foreign(temperature, thresholds, len(judged), late, refused, sorted(origins))
+    return Foreign(temperature, thresholds, len(judged), late, dict(refused), sorted(origins))
 
 
 def drift(run: RefitRun) -> list[DriftPart]:
@@ -136,11 +135,10 @@ def plan_training(run: RefitRun) -> TrainingPlan:
     fresh = start_head(config, run.target, run.settings.head, draft_token_ids=ids)
     seconds, _ = measure_step(run.target, fresh, section, row, row_length=len(row))
     step = max(round(seconds, 4), 1e-4)
-    began = time.monotonic()
     start = start_seconds()
     num_validation, num_held_out = len(run.validation), len(held_out) + len(run.own(old.held_out))
     expected = start + choosing_seconds(run) + num_held_out * journal.row_seconds
-    until = run.settings.budget - ENDING * expected - max(time.monotonic() - began, SOONEST)
+    until = run.settings.budget - ENDING * expected - max(start, SOONEST)
     steps = planned_steps(
         until - run.clock.used,
         Pace(step, start),
@@ -207,11 +205,11 @@ def try_shares(run: RefitRun) -> list[Share]:
     run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=choosing_seconds(run))
     reader, old, trained = run.reader, run.settings.head, run.journal.trained
     forwards = reader.forwards(rows)
-    shares = [share_of(0.0, rows, reader.drafted(forwards))]
+    shares = [share_of(0.0, reader.drafted(forwards))]
     for share in SHARES:
         run.check_stop()
         between = replace(reader, head=ready(head_between(old, trained, run.target, share), run.target))
-        shares.append(share_of(share, rows, between.drafted(forwards)))
+        shares.append(share_of(share, between.drafted(forwards)))
     return shares
 
 
@@ -248,3 +246,19 @@ def decide(run: RefitRun) -> Decision:
     if foreign.served is not None and foreign.served >= 1:
         decision.cautions.append("Served at about temperature 1: there, others' answers are hard to tell from its own.")
     return decision
+
+
+REFIT: Sequence[Stage[RefitRun]] = (
+    Stage("found", find_rows),
+    Stage("reading_until", end_of_reading),
+    Stage("own", answer_itself),
+    Stage("foreign", read),
+    Stage("drift", drift),
+    Stage("decision", refuse_few),
+    Stage("plan", plan_training),
+    Stage("trained", train),
+    Stage("shares", try_shares),
+    Stage("head", choose_share),
+    Stage("compared", compare_heads),
+    Stage("decision", decide),
+)

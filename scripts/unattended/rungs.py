@@ -12,11 +12,10 @@ from pathlib import Path
 
 from ...configs.errors import BadInput
 from ...train.trend import forecast
-from .candidates import find_candidates
 from .clock import HALVING
 from .journal import Chosen, Measured, Rung, Score, Trained, known
 from .session import AutoRun
-from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, steps_in, validations
+from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, learners_of, steps_in, validations
 
 MORE = 2  # times the answers and steps: what a run of twice the budget has, about
 WORTHWHILE = 1.01  # times the acceptance length that the final training must be able to reach
@@ -34,18 +33,9 @@ def by_gain_per_cost(measured: Sequence[Measured]) -> list[str]:
     return [candidate.name for candidate in ranked]
 
 
-def rung_sizes(num_candidates: int) -> list[int]:
-    """Number of candidates in each rung: 4 -> [4, 2], 3 -> [3, 2]. Empty for fewer than two candidates."""
-    sizes, left = [], num_candidates
-    while left > 1:
-        sizes.append(left)
-        left = -(-left // 2)
-    return sizes
-
-
 def rung_seconds(seconds: float, num_candidates: int) -> float:
-    """Seconds of each rung. Args: seconds: for all rungs together."""
-    return seconds / max(len(rung_sizes(num_candidates)), 1)
+    """Seconds of each rung; of 4 candidates there are two (4, 2), of 5 three. Args: seconds: for all rungs together."""
+    return seconds / max((num_candidates - 1).bit_length(), 1)
 
 
 def starting_candidates(ranked: Sequence[str], paces: Mapping[str, Pace], seconds: float) -> list[str]:
@@ -70,61 +60,55 @@ def survivors(scores: Mapping[str, float]) -> list[str]:
     return order[: -(-len(order) // 2)]
 
 
-def learner_of(run: AutoRun) -> Learner:
-    """What trains the candidates that the run may train."""
-    found = find_candidates(run.settings.engine, run.settings.target)
-    return Learner(run, {candidate.name: candidate for candidate in found})
-
-
 def choose(run: AutoRun) -> Chosen:
     """Chooses one candidate by successive halving; writes `rung_seconds` and `rungs` into the journal.
 
     Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
     """
-    journal, learner = run.journal, learner_of(run)
+    journal, learners = run.journal, learners_of(run)
     if journal.rungs:  # resumed
         names = list(journal.rungs[0].plan)
     else:
         halving_seconds = HALVING * run.left_until(journal.learning_until)
         ranked = by_gain_per_cost(run.machine.able)
-        names = starting_candidates(ranked, {name: learner.pace(name) for name in ranked}, halving_seconds)
+        names = starting_candidates(ranked, {name: learners[name].pace for name in ranked}, halving_seconds)
         journal.rung_seconds = rung_seconds(halving_seconds, len(names))
     number = 1
     while len(names) > 1:
-        names, number = run_rung(run, number, names, learner), number + 1
+        names, number = run_rung(run, number, {name: learners[name] for name in names}), number + 1
     [name] = names
-    steps, extracts = learner.planned(name, seconds=run.left_until(journal.learning_until))
+    steps, extracts = learners[name].planned(run.left_until(journal.learning_until))
     scores, steps = journal.scores_of(name), max(steps, 0)
     course = [score.validated for score in scores]
     expected = forecast(course, course[-1].step + steps) if course and steps else None
     return Chosen(name, steps, extracts, scores[-1] if scores else None, expected)
 
 
-def run_rung(run: AutoRun, number: int, names: list[str], learner: Learner) -> list[str]:
-    """Trains and scores the candidates `names` in the rung of that number, from 1; one in the journal is resumed.
+def run_rung(run: AutoRun, number: int, learners: Mapping[str, Learner]) -> list[str]:
+    """Trains and scores candidates in the rung of that number, from 1; one in the journal is resumed.
 
     Returns the names of the better half, best first; if there was no time to score any, the most promising one.
     Raises: BadInput if all fail in the first rung.
     """
     journal = run.journal
-    seconds = journal.rung_seconds / len(names)  # per candidate
-    before = {name: scores[-1].steps if (scores := journal.scores_of(name)) else 0 for name in names}
+    seconds = journal.rung_seconds / len(learners)  # per candidate
+    before = {name: scores[-1].steps if (scores := journal.scores_of(name)) else 0 for name in learners}
     if len(journal.rungs) < number:
-        steps = {name: max(steps_in(seconds, learner.pace(name)), LEAST_STEPS) for name in names}
-        journal.rungs.append(Rung({name: before[name] + steps[name] for name in names}))
+        steps = {name: max(steps_in(seconds, learner.pace), LEAST_STEPS) for name, learner in learners.items()}
+        journal.rungs.append(Rung({name: before[name] + steps[name] for name in learners}))
         run.write()
     current = journal.rungs[number - 1]
     if current.kept:
         return current.kept
     scored = [score.name for score in current.scores]
-    for name in [name for name in names if name not in scored]:
-        steps = current.plan[name]
+    for name in [name for name in learners if name not in scored]:
+        steps, learner = current.plan[name], learners[name]
         until = min(run.clock.used + LATE * seconds, known(journal.learning_until))
-        arguments = learner.rung_training(name, steps=steps, seconds=seconds)
-        what = f"rung {number}, {len(names)} candidates: {name} is trained up to step {steps}"
+        arguments = learner.rung_training(steps, seconds=seconds)
+        what = f"rung {number}, {len(learners)} candidates: {name} is trained up to step {steps}"
         try:
             record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
-            score = learner.score(name, run.folder / "candidates" / name, record, steps_before=before[name])
+            score = learner.score(run.folder / "candidates" / name, record, steps_before=before[name])
         except BadInput as error:  # this candidate cannot be trained; the others may
             score = Score(name, problem=str(error))
         current.scores.append(score)
@@ -134,7 +118,7 @@ def run_rung(run: AutoRun, number: int, names: list[str], learner: Learner) -> l
     speedups = {score.name: score.predicted_speedup for score in current.scores if not score.problem}
     late = [score.name for score in current.scores if score.problem == TIME_IS_UP]
     # both best first: by scores, by gain per cost
-    current.kept = survivors(speedups) or (names if number > 1 else late)[:1]
+    current.kept = survivors(speedups) or (list(learners) if number > 1 else late)[:1]
     if not current.kept:
         raise BadInput(f"no candidate could be trained: {current.scores[0].name}: {current.scores[0].problem}")
     run.write()
@@ -166,12 +150,13 @@ def learn(run: AutoRun) -> Trained:
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
-    journal, chosen, learner = run.journal, known(run.journal.chosen), learner_of(run)
+    journal, chosen = run.journal, known(run.journal.chosen)
+    learner = learners_of(run)[chosen.name]
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
     head, score, course = earlier, chosen.score, [score.validated for score in journal.scores_of(chosen.name)]
     if not earlier or (chosen.max_steps >= LEAST_STEPS and gains_by_training(run, chosen)):
         steps, output, states = max(chosen.max_steps, LEAST_STEPS), run.folder / "training", run.folder / "states"
-        training = partial(learner.final_training, chosen.name, steps, earlier)
+        training = partial(learner.final_training, steps, earlier)
         seconds = run.left_until(journal.learning_until)
         arguments = training(seconds=seconds)  # writes the config
         if chosen.extracts and extract(run, states):
@@ -180,7 +165,7 @@ def learn(run: AutoRun) -> Trained:
         what = f"{chosen.name} is chosen, and trained for {steps} more steps"
         record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
         shutil.rmtree(states, ignore_errors=True)
-        last = learner.score(chosen.name, output, record, steps_before=0)
+        last = learner.score(output, record, steps_before=0)
         before = course[-1].step if course else 0
         course += [replace(reached, step=before + reached.step) for reached, _ in validations(output)]
         trained = head_in(output, "final", "best")

@@ -1,13 +1,13 @@
-"""An unattended run in its folder: settings, journal, clock and commands."""
+"""An unattended run in its folder: settings, journal, clock and commands; and what runs its stages."""
 
 import hashlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ...configs.errors import BadInput, first_line
 from ...configs.owned import OwnedFolder
@@ -146,6 +146,34 @@ class Session(Generic[S, J]):
     def left_until(self, second: float | None) -> float:
         """Seconds up to that second of the budget, 0 or more. Args: second: of the journal, which has it by now."""
         return max(known(second) - self.clock.used, 0.0)
+
+
+R = TypeVar("R", bound=Session)
+
+
+@dataclass(frozen=True)
+class Stage(Generic[R]):
+    """A part of a run, which finds the value of a field of the journal.
+
+    find: raises BadInput on what the user can correct, and SystemExit after a signal to stop.
+    """
+
+    field: str
+    find: Callable[[R], Any]
+    is_needed: Callable[[R], bool] = lambda run: True
+
+
+def run_stages(run: R, stages: Sequence[Stage[R]], write_page: Callable[[R], list[str]]) -> None:
+    """Runs the stages up to a decision, writes the page, and prints the lines that it returns.
+
+    The journal is written behind each stage, and a stage whose field is filled is skipped: a killed run resumes.
+    """
+    for stage in stages:
+        if run.journal.decision is None and not getattr(run.journal, stage.field) and stage.is_needed(run):
+            setattr(run.journal, stage.field, stage.find(run))
+            run.write()
+    for line in write_page(run):
+        run.print(line)
 
 
 class AutoRun(Session[AutoSettings, AutoJournal]):

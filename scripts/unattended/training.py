@@ -5,7 +5,7 @@ a rung ends with a validation: the head decodes answers to the validation prompt
 further.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,74 +103,76 @@ def head_in(run: Path, *names: str) -> str:
 
 @dataclass(frozen=True)
 class Learner:
-    """Writes the run configs of candidates, builds the commands that train them, and scores the results."""
+    """A candidate in a run: how fast it trains, the commands that train it, whose configs it writes, and its scores."""
 
     run: AutoRun
-    candidates: Mapping[str, Candidate]  # by name
+    candidate: Candidate
 
     @property
     def answers(self) -> AnswerCounts:
         return known(self.run.journal.answers)
 
     @property
+    def measured(self) -> Measured:
+        return next(found for found in self.run.machine.candidates if found.name == self.candidate.name)
+
+    @property
     def validation_seconds(self) -> float:
         """Seconds of a validation, upper limit: it decodes all its prompts as one batch."""
         return 2 * DECODE_TOKENS * self.run.machine.baseline_ms / 1000 * self.answers.validation / VALIDATION[0]
 
-    def fitting_seconds(self, name: str) -> float:
+    @property
+    def fitting_seconds(self) -> float:
         """Seconds to fit a fresh head before its first step (`DraftHead.begin_training`)."""
         answers = self.answers
         tokens = min(self.run.machine.start_tokens * answers.row_tokens / answers.tokens, answers.row_tokens)
-        return FITTING * tokens * self.measured(name).token_seconds
+        return FITTING * tokens * self.measured.token_seconds
 
-    def measured(self, name: str) -> Measured:
-        return next(candidate for candidate in self.run.machine.candidates if candidate.name == name)
-
-    def pace(self, name: str) -> Pace:
-        """A candidate's training speed: as in its last rung, or as measured in a single step before any."""
-        step, steps_before = self.measured(name).step_seconds, 0
+    @property
+    def pace(self) -> Pace:
+        """As in the candidate's last rung, or as measured in a single step before any."""
+        step, steps_before = self.measured.step_seconds, 0
         continued = self.run.machine.start_seconds + self.validation_seconds
-        overhead = continued + self.fitting_seconds(name)
-        for score in self.run.journal.scores_of(name):
+        overhead = continued + self.fitting_seconds
+        for score in self.run.journal.scores_of(self.candidate.name):
             if score.steps > steps_before:
                 # at least a tenth of the last estimate: the overhead itself is an estimate
                 step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
                 steps_before, overhead = score.steps, continued
         return Pace(step, overhead)
 
-    def planned(self, name: str, *, seconds: float) -> tuple[int, bool]:
+    def planned(self, seconds: float) -> tuple[int, bool]:
         """Steps of the final training in that many seconds, and whether the target's states are extracted before it.
 
         Extracted, they are read once, however often the rows are; else in every step anew.
         """
-        pace, validating = self.pace(name), (NUM_VALIDATIONS - 1) * self.validation_seconds
-        answers = self.answers
+        pace, answers, validating = self.pace, self.answers, (NUM_VALIDATIONS - 1) * self.validation_seconds
         num_rows = answers.written + answers.sampled
-        row_seconds = self.measured(name).token_seconds * answers.row_tokens / max(num_rows, 1)  # target's forward
-        step = max(pace.step - self.candidates[name].train["batch_size"] * row_seconds, pace.step / 10)
+        row_seconds = self.measured.token_seconds * answers.row_tokens / max(num_rows, 1)  # of the target's forward
+        step = max(pace.step - self.candidate.train["batch_size"] * row_seconds, pace.step / 10)
         extracting = self.run.machine.start_seconds + row_seconds * (num_rows + answers.given)
         plain = steps_in(seconds, pace, validating=validating)
         extracted = steps_in(seconds - extracting, Pace(step, pace.overhead), validating=validating)
         extracts = extracted > EXTRACTED * max(plain, LEAST_STEPS)
         return extracted if extracts else plain, extracts
 
-    def rung_training(self, name: str, *, steps: int, seconds: float) -> list[str]:
-        """Arguments of the `headstart train` that continues a candidate up to a step and validates it there.
+    def rung_training(self, steps: int, *, seconds: float) -> list[str]:
+        """Arguments of the `headstart train` that continues the candidate up to a step and validates it there.
 
         If that takes longer than `seconds`, it is validated and stops earlier, after at least one step. The config is
         written for the first rung only: later ones continue the same run.
         """
         train = {
-            "output_dir": str(self.run.folder / "candidates" / name),
+            "output_dir": str(self.run.folder / "candidates" / self.candidate.name),
             "max_steps": NEVER,
             "warmup_steps": WARMUP,
             "min_lr_ratio": 1.0,
             "compile": False,  # would take much of each rung's time
         }
-        arguments = self._training(name, name, train, seconds=seconds)
+        arguments = self._training(self.candidate.name, train, seconds=seconds)
         return [*arguments, f"train.stop_at_step={steps}", f"train.validate_every={steps}"]
 
-    def final_training(self, name: str, max_steps: int, start_from: str, *, seconds: float) -> list[str]:
+    def final_training(self, max_steps: int, start_from: str, *, seconds: float) -> list[str]:
         """Arguments of the `headstart train` of the chosen candidate, whose learning rate decays to 0.
 
         Args:
@@ -184,39 +186,44 @@ class Learner:
             "warmup_steps": min(WARMUP, max_steps - 1),
             "validate_every": max(max_steps // NUM_VALIDATIONS, 1),
         }
-        return self._training("chosen", name, train, seconds=seconds)
+        return self._training("chosen", train, seconds=seconds)
 
-    def _training(self, file: str, name: str, train: dict[str, Any], *, seconds: float) -> list[str]:
-        """Arguments of a candidate's training by configs/FILE.yaml, which is written unless it is there."""
-        config, candidate, rows = self.run.folder / "configs" / f"{file}.yaml", self.candidates[name], self.run.data
+    def _training(self, file: str, train: dict[str, Any], *, seconds: float) -> list[str]:
+        """Arguments of a training by configs/FILE.yaml, which is written unless it is there."""
+        config, answers, rows = self.run.folder / "configs" / f"{file}.yaml", self.answers, self.run.data
         if not config.exists():
             files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
+            decoding = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
             write_run(
                 config,
                 self.run.settings,
-                head=candidate.with_vocabulary(self.answers.draft_vocab_size).head.as_dict(),
-                data={**files, "max_length": self.answers.max_length},
-                train=candidate.train
-                | {"decode_prompts": self.answers.validation, "decode_tokens": DECODE_TOKENS}
-                | train,
+                head=self.candidate.with_vocabulary(answers.draft_vocab_size).head.as_dict(),
+                data={**files, "max_length": answers.max_length},
+                train={**self.candidate.train, **decoding, **train},
                 dtype=self.run.machine.dtype,
-                step_seconds=self.pace(name).step,
+                step_seconds=self.pace.step,
             )
         stop_after = max(round(seconds - self.run.machine.start_seconds - self.validation_seconds, 1), 1.0)
         return ["train", str(config), f"train.stop_after={stop_after}"]
 
-    def score(self, name: str, output: Path, record: StepRecord, *, steps_before: int) -> Score:
-        """The score of a candidate from the last validation in its run folder.
+    def score(self, output: Path, record: StepRecord, *, steps_before: int) -> Score:
+        """The candidate's score from the last validation in its run folder.
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        reached, rates = (validations(output) or [(None, [])])[-1]
+        name, (reached, rates) = self.candidate.name, (validations(output) or [(None, [])])[-1]
         if reached is None or reached.step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
             return Score(name, seconds=record.seconds, problem=problem)
-        num_draft_tokens, speedup = predict_length(rates, self.measured(name).costs)
+        num_draft_tokens, speedup = predict_length(rates, self.measured.costs)
         figures = (reached.step, record.seconds, reached.acceptance_length, rates, num_draft_tokens, speedup)
         return Score(name, *figures, num_rounds=reached.num_rounds)
+
+
+def learners_of(run: AutoRun) -> dict[str, Learner]:
+    """The candidates by name."""
+    found = find_candidates(run.settings.engine, run.settings.target)
+    return {candidate.name: Learner(run, candidate) for candidate in found}
 
 
 def validations(run: Path) -> list[tuple[Validated, list[float | None]]]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from headstart.scripts.unattended import evaluation
+from headstart.scripts.unattended import auto as stages
 from headstart.scripts.unattended.answers import TEMPERATURE
 from headstart.scripts.unattended.journal import Score
 from headstart.scripts.unattended.steps import CommandRunner
@@ -81,7 +81,7 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
 @pytest.mark.slow
 def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch, in_process, tmp_path):
     machine_is(medusa=1.2)
-    monkeypatch.setattr(evaluation, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(stages, "LEAST_SECONDS", 0.5)
     code, said, found = auto("--budget 20s --max-new-tokens 12 --load 0.01")
     assert code == 0, said
     assert "0.01 requests per second keep 1 row busy" in said
@@ -129,10 +129,10 @@ def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(a
     machine_is(medusa=1.2, hydra=1.3)
     whole = Learner.score
 
-    def late(self, name, output, record, *, steps_before):
+    def late(self, output, record, *, steps_before):
         if output.parent.name == "candidates":
-            return Score(name, 0, record.seconds, 0.0, [], 0, 0.0, problem=TIME_IS_UP)
-        return whole(self, name, output, record, steps_before=steps_before)
+            return Score(output.name, seconds=record.seconds, problem=TIME_IS_UP)
+        return whole(self, output, record, steps_before=steps_before)
 
     monkeypatch.setattr(Learner, "score", late)
     code, said, found = auto("--budget 20s --max-new-tokens 12")

@@ -12,9 +12,9 @@ from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.unattended import candidates
 from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
+from headstart.scripts.unattended.auto import end_of_learning, plan_evaluation, plan_sizes
 from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
 from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
-from headstart.scripts.unattended.evaluation import end_of_learning, plan_evaluation, plan_sizes
 from headstart.scripts.unattended.held_out import split_prompts
 from headstart.scripts.unattended.journal import (
     AnswerCounts,
@@ -28,12 +28,11 @@ from headstart.scripts.unattended.journal import (
     Split,
     Trained,
 )
-from headstart.scripts.unattended.machine import GENEROUS, TimedWorkload, busy_rows, predict_length
+from headstart.scripts.unattended.machine import GENEROUS, busy_rows, predict_length
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
     gains_by_training,
     rung_seconds,
-    rung_sizes,
     starting_candidates,
     survivors,
 )
@@ -92,21 +91,19 @@ def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training(
 
 
 def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
-    work = TimedWorkload(1, 40, [1], 100)
-
     def step_ms(rows: int) -> float:
         return 10.0 + rows
 
     for load in (0.1, 2.0, 5.0):
-        rows, is_served = busy_rows(load, work, step_ms)
+        rows, is_served = busy_rows(load, 100, step_ms)
         size = next(2**i for i in range(7) if load * 100 * step_ms(2**i) / 1000 <= 2**i)
         assert is_served and rows == max(1, round(load * 100 * step_ms(size) / 1000))
-    assert busy_rows(1e3, work, step_ms) == (64, False), "more than it serves"
+    assert busy_rows(1e3, 100, step_ms) == (64, False), "more than it serves"
 
 
 def test_rungs_halve_until_one_is_left():
-    assert [rung_sizes(count) for count in (1, 2, 3, 4, 7)] == [[], [2], [3, 2], [4, 2], [7, 4, 2]]
-    assert rung_seconds(60, 7) == 20
+    """1: none is needed; 2; 3, 2; 4, 2; 5, 3, 2; 7, 4, 2; 9, 5, 3, 2."""
+    assert [60 / rung_seconds(60, count) for count in (1, 2, 3, 4, 5, 7, 9)] == [1, 1, 2, 2, 3, 3, 4]
 
 
 def test_only_as_many_candidates_begin_as_there_is_time_for():
@@ -139,17 +136,18 @@ ANSWERS = AnswerCounts(
 )
 
 
-def learner_of(machine, tmp_path, rungs=(), **answers):
+def learner_of(name, machine, tmp_path, rungs=(), **answers):
     journal = AutoJournal({}, answers=replace(ANSWERS, **answers), rungs=[*rungs])
     settings = SimpleNamespace(target="target", device="cuda", seed=0)
     run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
-    return Learner(run, {candidate.name: candidate for candidate in find_candidates()})
+    [candidate] = [candidate for candidate in find_candidates() if candidate.name == name]
+    return Learner(run, candidate)
 
 
 def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
     eagle3 = Measured("eagle3", step_seconds=0.5)
     machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[eagle3])
-    _, config, *_ = learner_of(machine, tmp_path).rung_training("eagle3", steps=20, seconds=60.0)
+    _, config, *_ = learner_of("eagle3", machine, tmp_path).rung_training(20, seconds=60.0)
     assert load_run(config).train.compile is False
 
 
@@ -157,15 +155,15 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     costs = [RoundCost(1, 1.1)]
     medusa = Measured("medusa", costs=costs, step_seconds=2.0, token_seconds=0.01)
     machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
-    learner = learner_of(machine, tmp_path)
+    learner = learner_of("medusa", machine, tmp_path)
     fitting = FITTING * 1500 * 0.01
     continued = 5.0 + learner.validation_seconds
-    assert astuple(learner.pace("medusa")) == pytest.approx((2.0, continued + fitting))
+    assert astuple(learner.pace) == pytest.approx((2.0, continued + fitting))
     score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
-    continuing = learner_of(machine, tmp_path, rungs=[Rung({"medusa": 10}, [score])])
-    assert astuple(continuing.pace("medusa")) == pytest.approx((3.0, continued)), "steps took longer than expected"
-    few = learner_of(machine, tmp_path, tokens=40, row_tokens=60)
-    assert few.fitting_seconds("medusa") == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+    continuing = learner_of("medusa", machine, tmp_path, rungs=[Rung({"medusa": 10}, [score])])
+    assert astuple(continuing.pace) == pytest.approx((3.0, continued)), "steps took longer than expected"
+    few = learner_of("medusa", machine, tmp_path, tokens=40, row_tokens=60)
+    assert few.fitting_seconds == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 
 def test_a_training_that_is_expected_to_gain_too_little_is_left_out():
@@ -182,7 +180,7 @@ def test_states_are_extracted_where_rows_are_read_often_and_the_target_takes_muc
     def planned(seconds, token_seconds):
         measured = Measured("medusa", step_seconds=10.0, token_seconds=token_seconds)
         machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=0, candidates=[measured])
-        return learner_of(machine, tmp_path).planned("medusa", seconds=seconds)
+        return learner_of("medusa", machine, tmp_path).planned(seconds)
 
     plain, extracts = planned(1000, 0.0)
     assert plain in (88, 89) and not extracts, "extracting would save nothing"

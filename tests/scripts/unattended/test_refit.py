@@ -104,10 +104,10 @@ def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatc
     monkeypatch.setattr(CommandRunner, "run", whole_run)
     whole_share = stages.share_of
 
-    def dies_again(share, rows, readings):
+    def dies_again(share, readings):
         if share == SHARES[1]:
             raise SystemExit(137)
-        return whole_share(share, rows, readings)
+        return whole_share(share, readings)
 
     monkeypatch.setattr(stages, "share_of", dies_again)
     assert refit(logs)[0] == 137

@@ -1,7 +1,8 @@
-"""The last stages of `headstart auto`: the head is measured on held-out prompts, planned by batch size, and deployed or
-not; and what the stages need of the budget.
+"""The stages of `headstart auto`, what they need of the budget, and the last of them: the head is measured on held-out
+prompts, planned by batch size, and deployed or not.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -14,11 +15,13 @@ from ...eval.report.document import read_report
 from ...eval.report.recommendation import recommend
 from ...heads.export.llamacpp import Conversion, serve_lines
 from ...heads.export.write import read_folder, serve_commands
-from .answers import LEAST_ANSWERS
+from .answers import LEAST_ANSWERS, answer
 from .candidates import OURS
 from .clock import ANSWERS, EVALUATION, MACHINE, SIZES_SHARE
 from .journal import Decision, Evaluation, SizePlan, known
-from .session import AutoRun
+from .machine import split_and_measure
+from .rungs import choose, learn
+from .session import AutoRun, Stage
 from .steps import last_line
 from .training import FITTING, LEAST_STEPS
 
@@ -35,7 +38,6 @@ NO_BATCHES = ("llama.cpp",)  # engines that draft for one row at a time
 LOOKUP = "suffix"  # the drafter that looks up and needs no training
 HYBRID = "hybrid"  # look-ups and a head together
 WITH_ANSWERS = "+answers"  # suffix of a drafter's name if it also looks up the target's answers
-LOOKUPS = tuple(name + suffix for name in (LOOKUP, HYBRID) for suffix in ("", WITH_ANSWERS))  # our engine only
 
 NO_CANDIDATE = (
     "No head was trained: even with four in five of its drafts accepted, none would be worth it on this machine, with "
@@ -99,16 +101,11 @@ def end_of_learning(run: AutoRun) -> float:
 # The stages
 
 
-def sizes_seconds(run: AutoRun) -> float:
-    """Seconds kept for the plan by batch size; 0: there is none."""
-    return planning_seconds(run) if run.journal.trained else 0.0
-
-
 def evaluation_seconds(run: AutoRun) -> float:
     """Seconds that are left for the evaluation, its start included."""
-    left, planning = max(run.clock.left, 0), sizes_seconds(run)
+    left, planning = max(run.clock.left, 0), planning_seconds(run)
     if not run.journal.trained:
-        left = min(LOOKUP_SECONDS, left)
+        left, planning = min(LOOKUP_SECONDS, left), 0.0
     num_starts = num_exporting(run.settings.engine) + bool(planning)  # commands after the evaluation
     return left - planning - num_starts * run.machine.start_seconds
 
@@ -152,7 +149,7 @@ def plan_sizes(run: AutoRun) -> SizePlan:
     end of the budget: on a machine that other work shares, it can take longer than it was told.
     """
     settings, output = run.settings, run.folder / "plan"
-    reserved = sizes_seconds(run)
+    reserved = planning_seconds(run)
     num_starts = 1 + num_exporting(settings.engine)
     seconds = max(reserved, run.clock.left - num_starts * run.machine.start_seconds)
     arguments = [
@@ -224,19 +221,19 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
 
     Args: head: folder; empty if no head was trained.
     """
-    engine, file = run.settings.engine, answers_to_look_up(run)
-    results = read_report(Path(run.journal.report)).ours
-    advice = recommend([result for result in results if engine == OURS or result.drafter not in LOOKUPS])
-    best = advice.best
-    if not advice.is_deployable or best is None:
-        return Decision(False, advice.headline, advice.reasons, advice.cautions)
-    specs = {
+    file = answers_to_look_up(run)
+    lookups = {  # specifications by name, of our engine only
         LOOKUP: LOOKUP,
         HYBRID: f"{HYBRID}:{head}",
         LOOKUP + WITH_ANSWERS: LOOKUP + file,
         HYBRID + WITH_ANSWERS: f"{HYBRID}:{head}{file}",
     }
-    drafter = specs.get(best.drafter, f"head:{head}")
+    results = read_report(Path(run.journal.report)).ours
+    advice = recommend([one for one in results if run.settings.engine == OURS or one.drafter not in lookups])
+    best = advice.best
+    if not advice.is_deployable or best is None:
+        return Decision(False, advice.headline, advice.reasons, advice.cautions)
+    drafter = lookups.get(best.drafter, f"head:{head}")
     return Decision(
         deploy=True,
         headline=advice.headline,
@@ -271,3 +268,28 @@ def domains_without_gain(best: Result) -> list[str]:
         for name, part in best.by_domain.items()
         if part.speedup is not None and (part.speedup_ci95[0] or 0) <= 1
     ]
+
+
+def can_learn(run: AutoRun) -> bool:
+    """Whether a head may pay."""
+    return bool(run.machine.able)
+
+
+def can_evaluate(run: AutoRun) -> bool:
+    """Whether there is a drafter to measure: look-ups need no training, but our engine."""
+    return can_learn(run) or run.settings.engine == OURS
+
+
+AUTO: Sequence[Stage[AutoRun]] = (
+    Stage("machine", split_and_measure),
+    Stage("least_budget", check_budget),
+    Stage("answers_until", lambda run: run.clock.used + ANSWERS * run.settings.budget, can_learn),
+    Stage("answers", answer, can_learn),
+    Stage("learning_until", end_of_learning, can_learn),
+    Stage("chosen", choose, can_learn),
+    Stage("trained", learn, can_learn),
+    Stage("evaluation", plan_evaluation, can_evaluate),
+    Stage("report", evaluate, can_evaluate),
+    Stage("sizes", plan_sizes, lambda run: bool(run.journal.trained and planning_seconds(run))),
+    Stage("decision", decide),
+)
