@@ -25,7 +25,6 @@ from .candidates import BATCH_SIZE
 from .held_out import as_question, write_rows
 from .journal import AnswerCounts, known
 from .session import AutoRun
-from .steps import last_line
 
 PER_PROMPT = 4  # answers, upper limit
 TEMPERATURE = 0.7  # of all answers to a prompt but the first
@@ -86,7 +85,7 @@ def ask(run: AutoRun, folder: Path, *, seed: int, temperature: float) -> None:
     what = f"the target answers{again} as many prompts as there is time for"
     record = run.step(what, arguments, name=folder.name, seconds=run.left_until(until), until=until)
     if not (folder / "manifest.json").exists():
-        raise BadInput(f"the target could not answer: {last_line(Path(record.log))}")
+        raise BadInput(f"the target could not answer: {record.last_line}")
 
 
 def all_answered(folder: Path) -> bool:

@@ -22,7 +22,6 @@ from .journal import Decision, Evaluation, SizePlan, known
 from .machine import split_and_measure
 from .rungs import choose, learn
 from .session import AutoRun, Stage
-from .steps import last_line
 from .training import FITTING, LEAST_STEPS
 
 # time of the whole evaluation (baseline, head, look-ups, both together, checks of texts) relative to the baseline alone
@@ -138,7 +137,7 @@ def evaluate(run: AutoRun) -> str:
     what = f"measuring {measured} on {evaluation.num_prompts} held-out prompts"
     record = run.step(what, arguments, name="eval", seconds=evaluation_seconds(run))
     if not (output / "report.json").exists():
-        raise BadInput(f"the evaluation failed: {last_line(Path(record.log))}")
+        raise BadInput(f"the evaluation failed: {record.last_line}")
     return str(output / "report.json")
 
 
@@ -162,7 +161,7 @@ def plan_sizes(run: AutoRun) -> SizePlan:
         what = "K and trees by batch size"
         record = run.step(what, arguments, name="plan", seconds=seconds, until=settings.budget)
         if record.exit_code:
-            raise BadInput("its time ran out" if record.stopped else last_line(Path(record.log)))
+            raise BadInput("its time ran out" if record.stopped else record.last_line)
     except BadInput as error:
         run.say(f"no plan by batch size: {error}")
         return SizePlan(reserved, problem=str(error))
@@ -196,7 +195,7 @@ def export(run: AutoRun, head: str) -> str:
         run.step(f"export for {engine}", arguments, name="export", seconds=seconds)
     record = run.step("check of the export", ["check", str(output)], name="check", seconds=seconds)
     if record.exit_code:
-        raise BadInput(f"the check found problems: {last_line(Path(record.log))}")
+        raise BadInput(f"the check found problems: {record.last_line}")
     return str(output)
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +67,23 @@ def split_and_measure(run: AutoRun) -> Machine:
 
     Raises: BadInput on unusable prompts or targets.
     """
-    settings, max_new_tokens = run.settings, run.settings.max_new_tokens
+    settings = run.settings
     run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * settings.budget)
     target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
     if not target.tokenizer.chat_template:
         raise BadInput(f"--target {settings.target}: its tokenizer has no chat template")
+    machine = measure_machine(run, target, split_workload(run, target))
+    del target
+    release_memory()
+    return machine
+
+
+def split_workload(run: AutoRun, target: Target) -> TimedWorkload:
+    """Splits the prompts, writing `split` into the journal; returns what serving the held-out ones is like.
+
+    Raises: BadInput if there are too few prompts, or too few that fit the target.
+    """
+    settings, max_new_tokens = run.settings, run.settings.max_new_tokens
     most = max(MOST_PROMPTS, LEAST_TIMED * (MOST_ROWS if settings.load else settings.batch_size))
     counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed)
     suite = load_suite(run.data / "held_out.jsonl", target, max_new_tokens=max_new_tokens)
@@ -84,16 +95,19 @@ def split_and_measure(run: AutoRun) -> Machine:
     run.journal.split = Split(*counts, context=context)
     text = [token for prompt in suite.prompts for token in prompt]
     work = TimedWorkload(settings.batch_size, context, text, max_new_tokens)
-    if settings.load:
-        rows, is_enough = busy_rows(settings.load, max_new_tokens, partial(baseline_ms, target, work))
-        batch = counted_words(rows, "row")
-        effect = f"keep {batch} busy" if is_enough else f"are more than {batch} can serve without drafts"
-        run.say(f"  {settings.load:g} requests per second {effect}")
-        work = replace(work, batch_size=rows)
-    machine = measure_machine(run, target, work)
-    del target
-    release_memory()
-    return machine
+    if not settings.load:
+        return work
+
+    def step_ms(rows: int) -> float:
+        cell = timed_cell(target, replace(work, batch_size=rows))
+        cell.run()
+        return cell.baseline.round_ms
+
+    rows, is_enough = busy_rows(settings.load, max_new_tokens, step_ms)
+    batch = counted_words(rows, "row")
+    effect = f"keep {batch} busy" if is_enough else f"are more than {batch} can serve without drafts"
+    run.say(f"  {settings.load:g} requests per second {effect}")
+    return replace(work, batch_size=rows)
 
 
 def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machine:
@@ -157,13 +171,6 @@ def busy_rows(load: float, num_tokens: int, step_ms: Callable[[int], float]) -> 
         rows *= 2
 
 
-def baseline_ms(target: Target, work: TimedWorkload, rows: int) -> float:
-    """Milliseconds of a step of the target for that many rows."""
-    cell = timed_cell(target, replace(work, batch_size=rows))
-    cell.run()
-    return cell.baseline.round_ms
-
-
 def measure_candidate(
     target: Target, skeleton: Target | None, candidate: Candidate, work: TimedWorkload, *, engine: str
 ) -> Measured:
@@ -194,7 +201,7 @@ def measure_candidate(
         bound=bound,
         bound_num_draft_tokens=num_draft_tokens,
         usual_speedup=predict_length([candidate.usual_acceptance], costs)[1],
-        step_seconds=max(round(step, 4), 1e-4),
+        step_seconds=step,
         token_seconds=token,
         out=f"even with most of its drafts accepted, the speedup would be {bound:.2f}" if bound < LEAST_GAIN else "",
     )
@@ -271,7 +278,7 @@ def measure_step(
     optimizer.step()
     synchronize(target.device)
     step = batch_seconds * config.batch_size / TIMED_ROWS + time.perf_counter() - started
-    return step, reading / rows.numel()
+    return max(round(step, 4), 1e-4), reading / rows.numel()
 
 
 def forward_backward(target: Target, head: DraftHead, rows: torch.Tensor) -> float:

@@ -31,7 +31,7 @@ from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, Train
 from .machine import measure_step, ready
 from .reading import READINGS, RefitRun, RowReader
 from .session import Stage
-from .steps import last_line, start_seconds
+from .steps import start_seconds
 from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
 
 LEAST_ROWS = 8  # training rows of new traffic, lower limit
@@ -133,8 +133,7 @@ def plan_training(run: RefitRun) -> TrainingPlan:
     config = replace(reader.head.config, draft_vocab_size=size)
     row, section = typical_row(samples), training_of(config)
     fresh = start_head(config, run.target, run.settings.head, draft_token_ids=ids)
-    seconds, _ = measure_step(run.target, fresh, section, row, row_length=len(row))
-    step = max(round(seconds, 4), 1e-4)
+    step, _ = measure_step(run.target, fresh, section, row, row_length=len(row))
     start = start_seconds()
     num_validation, num_held_out = len(run.validation), len(held_out) + len(run.own(old.held_out))
     expected = start + choosing_seconds(run) + num_held_out * journal.row_seconds
@@ -188,7 +187,7 @@ def train(run: RefitRun) -> str:
     record = run.step(what, arguments, name="training", seconds=seconds, until=plan.until)
     trained = head_in(run.folder / "training", "best", "final")
     if not trained:
-        raise BadInput(f"the head was not trained in time: {last_line(run.folder / 'logs' / 'training.log')}")
+        raise BadInput(f"the head was not trained in time: {record.last_line}")
     if record.exit_code and not record.stopped:
         run.say(f"warning: training failed, its best head so far is taken: see {record.log}")
     return trained

@@ -31,6 +31,13 @@ class StepRecord:
     exit_code: int  # negative: ended by that signal
     stopped: bool  # whether it was stopped because its time was up
 
+    @property
+    def last_line(self) -> str:
+        """The last line of its output that is not blank, without the prefix `headstart: `."""
+        text = Path(self.log).read_bytes()[-LAST_LINES:].decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[-1].removeprefix("headstart: ") if lines else "it wrote nothing"
+
 
 @dataclass(frozen=True)
 class CommandRunner:
@@ -72,10 +79,11 @@ class CommandRunner:
                 time.sleep(POLL)
         if self.stopping.received:
             raise SystemExit(self.stopping.exit_code)
-        if process.returncode == 2 and not stopped:
-            raise BadInput(f"{name}: {last_line(log)}")
         seconds = round(self.clock.used - began, 1)
-        return StepRecord(name, self.command_line(arguments), str(log), seconds, process.returncode, bool(stopped))
+        record = StepRecord(name, self.command_line(arguments), str(log), seconds, process.returncode, bool(stopped))
+        if record.exit_code == 2 and not record.stopped:
+            raise BadInput(f"{name}: {record.last_line}")
+        return record
 
     def process_arguments(self, arguments: Sequence[str]) -> list[str]:
         """What is executed: this Python interpreter, or the launcher for training."""
@@ -88,13 +96,6 @@ class CommandRunner:
         if arguments[0] == "train" and self.launcher:
             return shlex.join(self.process_arguments(arguments))
         return shlex.join(["headstart", *arguments])
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that is not blank, without the prefix `headstart: `."""
-    text = log.read_bytes()[-LAST_LINES:].decode(errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("headstart: ") if lines else "it wrote nothing"
 
 
 def start_seconds() -> float:
