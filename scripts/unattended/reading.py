@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...configs.errors import BadInput
 from ...configs.jsonl import read_appended
 from ...data_pipelines.config import DataConfig
-from ...data_pipelines.loader import TrainingBatch, collate
+from ...data_pipelines.loader import collate
 from ...data_pipelines.masks.chat import encode_row
 from ...data_pipelines.sources import Row
 from ...data_pipelines.storage.samples import Sample
@@ -24,7 +24,6 @@ from ...eval.measurement.metrics import expected_acceptance
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
 from ...heads.decoders.cpu.products import pack_linears
 from ...heads.loading import release_memory
-from ...heads.nn.target_output import TargetOutput
 from ...heads.registry import load_head
 from ...heads.target import Target
 from ...train.validation import prompt_of
@@ -61,13 +60,7 @@ def num_tokens(sampled: Sampled) -> int:
     return len(sampled[2])
 
 
-@dataclass(frozen=True)
-class ReadBatch:
-    """Rows that the target has read."""
-
-    rows: list[tuple[str, ServedChat]]  # with their keys
-    laid: TrainingBatch
-    output: TargetOutput
+ReadBatch = tuple[Sequence[Sampled], DraftBatch]  # rows, and what the target has read of them
 
 
 @dataclass(frozen=True)
@@ -118,25 +111,23 @@ class RowReader:
     @torch.no_grad()
     def forward(self, rows: Sequence[Sampled]) -> ReadBatch:
         """One forward of the target, with the features that the head reads."""
-        laid = collate([[StoredSample(sample)] for _, _, sample in rows]).to(self.target.device)
-        output = self.target.read_texts(laid.input_ids, feature_layers=self.head.feature_layers)
-        return ReadBatch([(key, row) for key, row, _ in rows], laid, output)
+        laid = collate([[StoredSample(sample)] for *_, sample in rows]).to(self.target.device)
+        return rows, laid.filled(partial(self.target.read_texts, feature_layers=self.head.feature_layers))
 
     @torch.no_grad()
     def drafted(self, forwards: Iterable[ReadBatch]) -> list[RowReading]:
         """The readings of all rows of some forwards with the head."""
         readings, num_draft = [], min(self.head.num_depths, self.head.default_draft_tokens)
-        for forward in forwards:
-            batch = DraftBatch(forward.laid.input_ids, forward.laid.loss_mask, forward.output)
+        for rows, batch in forwards:
             drafted = self.head.loss(batch, num_depths=num_draft)
-            for i, (key, row) in enumerate(forward.rows):
+            for i, (key, row, _) in enumerate(rows):
                 starts = ChainStarts(drafted.starts.positions[i : i + 1], drafted.starts.valid[i : i + 1])
                 counted = expected_acceptance(starts, drafted.hits[i : i + 1], num_draft_tokens=num_draft)
                 at = batch.loss_mask[i].nonzero()[:, 0]  # [N] positions of the answers
                 tokens = batch.input_ids[i, at]
                 # without the last token: in an answer that was cut it is an end that the target did not write
                 temperatures = temperatures_for(row.temperature) if self.judges and key.startswith(NEW) else ()
-                typical = self._typicality(forward.output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
+                typical = self._typicality(batch.output.post_norm[i, at[:-1] - 1], tokens[:-1], temperatures)
                 ids = self.head.vocabulary
                 covered = tokens if ids is None else tokens[torch.isin(tokens, ids.to_target)]
                 counts = (len(tokens), len(covered), counted.num_rounds, counted.num_committed)
