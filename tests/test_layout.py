@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from headstart.configs.loader import shipped
+from headstart.heads.families import HEADS
 from headstart.train.config import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,14 @@ def test_no_files_import_each_other_in_a_circle():
     assert "headstart.train.config" in modules_of(ROOT / "scripts" / "cli.py"), "within a function"
     circle = circle_in({name: modules_of(path) - {name} for name, path in MODULES.items()})
     assert not circle, " imports ".join(circle)
+
+
+def test_export_and_import_know_families_by_what_these_say_of_themselves():
+    """A family is in files of its own name there; no other file imports one."""
+    for folder in ("export", "importing"):
+        for path in (ROOT / "heads" / folder).glob("*.py"):
+            families = [name for name in modules_of(path) if name.rsplit(".", 1)[-1] in HEADS]
+            assert path.stem in HEADS or not families, f"{named(path)}: {families}"
 
 
 def test_folders_and_files_stay_small():

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import BadInput
+from ..importing.block import DFLASH, DFLASH2, import_block
+from ..importing.imported import ForeignFolder, Imported
 from ..nn.dflash2 import NUM_TAPS
 from .contracts import (
     SIZES,
@@ -42,7 +44,7 @@ from .serving import GgufLayout, HeadFolder, Serving
 from .speculators import WINDOW_KEYS, as_speculators, serves_itself
 from .tensor_files import TensorFiles
 
-DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
+DSPARK = "Qwen3DSparkModel"
 ROTATIONS = ("default", "linear", "yarn")  # that llama.cpp's graph has
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 IN_SPECULATORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": "DSparkDraftModel"}
@@ -340,6 +342,10 @@ class BlockServing(Serving):
     keeps_vocabulary = True
     path_words = ("dflash", "dspark")
     key_types = {"dflash_config": dict, "markov_rank": int}
+    computes = (
+        *("num_layers", "architecture", "sliding_window", "output", "sample_from_anchor", "markov_rank", "confidence"),
+        *("has_head_norms", "mask_token_id", "selector_top_k"),
+    )
     sglang_algorithms = {"dflash": "DFLASH", "dspark": "DSPARK"}
     spec_types = {"dflash": "draft-dflash", "dspark": "draft-dspark"}
     reads_features = True
@@ -378,6 +384,9 @@ class BlockServing(Serving):
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
         write_block(head, folder, to=to)
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        return import_block(folder)
 
     def method(self, head: HeadFolder) -> str:
         return method_of(head)

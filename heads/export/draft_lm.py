@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...configs.errors import BadInput, first_line
+from ..importing.imported import ForeignFolder, Imported
 from ..importing.mtp_checkpoint import views_on_disk
 from ..loading import quiet_loading
 from .contracts import Contract, trained_config
@@ -78,6 +79,14 @@ class DraftLMServing(Serving):
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
         write_ends(folder)
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        if folder.own is not None:
+            return Imported({}, folder.tensors())
+        token = folder.config.read("pard_token", int)
+        parallel: dict[str, Any] = {} if token is None else {"parallel": True, "mask_token_id": token, "num_depths": 8}
+        keys = {"path": str(folder.path), **parallel}
+        return Imported(keys, folder.fresh(keys))
 
     def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
         return parallel_refusals(config)

@@ -8,7 +8,11 @@ bare one.
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...configs.errors import BadInput
+from ..importing.imported import ForeignFolder, Imported
+from ..importing.published import architecture_of
 from .contracts import SIZES, Contract, llama_keys, llama_layer_shapes, sizes_of, trained_config
 from .folder import (
     BARE_EMBEDDING,
@@ -29,6 +33,7 @@ class EagleServing(Serving):
     order = 4
     path_words = ("eagle-",)
     key_types = {"eagle_config": dict}
+    computes = ("num_layers", "bias", "architecture")
     sglang_algorithms = {"eagle": "EAGLE"}
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
@@ -71,6 +76,16 @@ class EagleServing(Serving):
         if config.get(SCALE):
             contract.shapes["embed_tokens.weight"] = (sizes["vocab_size"], hidden)
         return contract
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        tensors = folder.bare_tensors("embed_tokens.weight", "lm_head.weight")
+        bias = tensors.setdefault("fc.bias", torch.zeros(folder.target.hidden_size))
+        keys = {
+            "num_layers": folder.config.read("num_hidden_layers", int) or 1,
+            "bias": bool(bias.any()),
+            "architecture": architecture_of(folder.config, folder.target),
+        }
+        return Imported(keys, tensors)
 
     def notes(self, head: HeadFolder) -> list[str]:
         return whole_vocabulary_note(head, "EAGLE-1 heads")

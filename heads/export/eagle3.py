@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from ..importing.eagle3 import FEATURE_IDS, MASK_KEYS, import_eagle3
+from ..importing.imported import ForeignFolder, Imported
 from .contracts import SIZES, Contract, llama_keys, llama_layer_shapes, sizes_of, trained_config, window_problems
 from .folder import BARE_EMBEDDING, SCALE, bare_embedding, own_embedding, scale_key, write_config, write_tensors
 from .gguf_contract import check_target_layers, drafted_vocabulary, flag, gguf_sizes, layer_keys, layer_shapes
@@ -24,8 +26,6 @@ from .tensor_files import TensorFiles
 
 COUNTS_FROM_ONE = ("deepseek_v2", "glm4_moe_lite")  # targets for which SGLang adds 1 to ids only if the first is 1
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # names that vLLM knows the mask token by
-FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_FEATURES = 3  # that llama.cpp's graph reads
 
 
@@ -43,7 +43,7 @@ def write_plain(head: HeadFolder, folder: Path, *, to: str) -> None:
         raise BadInput(f"head {head.path}: norm_before_residual: {why}")
     for problem in window_problems(head.config, in_sglang=Eagle3Serving.in_sglang, to=to):
         raise BadInput(f"head {head.path}: {problem}: export to vllm or speculators")
-    ids = head.config["eagle_aux_hidden_state_layer_ids"]
+    ids = head.config[FEATURE_IDS]
     kind = (head.target_config or {}).get("model_type")
     if to == "sglang" and kind in COUNTS_FROM_ONE and ids[0] != 2:
         why = f"of a {kind} target SGLang reads feature layers {ids} as other ones; start at 2"
@@ -62,7 +62,7 @@ def write_speculators(head: HeadFolder, folder: Path) -> None:
     layer_keys = (*OPTIONS, "num_aux_hidden_states", *(key for key in WINDOW_KEYS if key in config))
     served = {
         **as_speculators(head, architecture="Eagle3DraftModel", kind="eagle3", layer_keys=layer_keys),
-        "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
+        FEATURE_IDS: config[FEATURE_IDS],
         **{key: config[key] for key in OPTIONS},
         "embed_requires_grad": False,
     }
@@ -117,7 +117,7 @@ def speculators(config: Mapping[str, Any], names: Iterable[str]) -> Contract:
     only = "the one of our families that vLLM serves from this format"
     contract.want(config, "speculators_model_type", "eagle3", only)
     alike = "must be there and in transformer_layer_config alike; vLLM starts from that"
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+    for key in OPTIONS:
         contract.report(key not in config or layer.get(key) != config[key], f"{key}: {alike}")
     serves_itself(config, contract)
     llama_keys(layer, contract)
@@ -230,6 +230,7 @@ class Eagle3Serving(Serving):
     keeps_vocabulary = True
     path_words = ("eagle3",)
     key_types = {"eagle_config": dict}
+    computes = ("num_layers", *OPTIONS, "architecture", "sliding_window", "parallel", "mask_token_id")
     sglang_algorithms = {"eagle3": "EAGLE3"}
     spec_types = {"eagle3": "draft-eagle3"}
     reads_features = True
@@ -257,6 +258,9 @@ class Eagle3Serving(Serving):
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
         made = speculators if is_speculators(config) else llamacpp if to == "llama.cpp" else plain
         return made(config, list(stored.shapes))
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        return import_eagle3(folder)
 
     def method_of(self, file: GgufFile) -> str | None:
         return "eagle3" if file.architecture in self.gguf else None

@@ -8,10 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
+from ..adapters import read_adapter
+from ..folder import ADAPTER
+from ..importing.imported import ForeignFolder, Imported
 from .contracts import Contract, sizes_of
 from .folder import OUTPUTS, table_rows, write_config, write_tensors
 from .serving import HeadFolder, Serving
@@ -24,6 +28,7 @@ class MedusaServing(Serving):
     engines = ("vllm", "hf")
     order = 2
     key_types = dict.fromkeys(("medusa_num_heads", "medusa_num_layers"), int)
+    computes = ("num_blocks", "output")
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
         if to == "hf":
@@ -67,6 +72,25 @@ class MedusaServing(Serving):
         if is_blocks and config.get("original_lm_head"):
             contract.shapes["lm_head.weight"] = (vocab, hidden)
         return contract
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        raw = folder.tensors()
+        parts = r"(\d+)\.(\d+)\.linear\.|blocks\.(\d+)\.layers\.(\d+)\."
+        blocks = [match for name in raw if (match := re.search(parts, name))]
+        if "token_map" in raw or not blocks:
+            raise BadInput("a truncated Medusa vocabulary is not supported" if blocks else "no Medusa block in it")
+        numbers = [[int(part) for part in match.groups() if part is not None] for match in blocks]
+        num_depths, num_blocks = 1 + max(k for k, _ in numbers), 1 + max(j for _, j in numbers)
+        tensors = from_blocks(raw, num_blocks=num_blocks)
+        outputs = [f"{k}.{num_blocks}.weight" for k in range(num_depths)]
+        output = "own" if any(name in tensors for name in outputs) else "shared"
+        if (folder.own or {"output": output})["output"] == "shared":
+            tensors = {name: value for name, value in tensors.items() if name not in outputs}
+        for k, j in numbers:
+            tensors.setdefault(f"{k}.{j}.linear.bias", torch.zeros(folder.target.hidden_size))
+        adapter = read_adapter(folder.path / ADAPTER_FOLDER)
+        tensors |= {ADAPTER + name: value for name, value in adapter.items()}
+        return Imported({"num_depths": num_depths, "num_blocks": num_blocks, "output": output}, tensors)
 
     def notes(self, head: HeadFolder) -> list[str]:
         why = "merge that into the target that you serve"

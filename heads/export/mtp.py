@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...configs.errors import BadInput
+from ..importing.imported import ForeignFolder, Imported
 from ..importing.mtp_checkpoint import (
     LAYOUTS,
     count_key,
     mtp_layout,
+    read_modules,
     stitch,
     tensor_locations,
     unlike_ours,
@@ -135,6 +137,7 @@ class MtpServing(Serving):
     order = 5
     is_module = is_whole_model = True
     key_types = dict.fromkeys(COUNT_KEYS, int)
+    computes = ("layout", "independent", "feedback")
     sglang_algorithms = {"mtp": "NEXTN"}
     spec_types = {"mtp": "draft-mtp"}
 
@@ -229,6 +232,19 @@ class MtpServing(Serving):
             config["architectures"] = ["MiMoForCausalLM"]
         write_config(folder, config)
         write_ends(folder)
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        """The MTP modules of a whole checkpoint, whose other tensors are the target's."""
+        inner, shapes = folder.config.inner_or_self("text_config"), folder.stored.shapes
+        counts = {key: num for key in COUNT_KEYS if (num := inner.read(key, int))}
+        layout = mtp_layout(shapes)
+        if layout is None:
+            raise BadInput(unlike_ours(shapes) or f"{', '.join(counts)}: set, but there is no MTP module")
+        num = next(iter(counts.values()), 1)
+        is_many = num > 1 and LAYOUTS[layout].has_many
+        keys: dict[str, Any] = {"layout": layout, "init": "random", "independent": is_many}
+        keys |= {"num_depths": num} if is_many else {}
+        return Imported(keys, read_modules(folder.path, folder.fresh(keys)))
 
     def num_drafted(self, head: HeadFolder) -> int:
         return num_modules(head)

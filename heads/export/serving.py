@@ -1,4 +1,5 @@
-"""What an export is made of, `HeadFolder`, and what a family says about the engines that load it: `Serving`."""
+"""What an export is made of, `HeadFolder`, and what a family says about the engines that load it and about the folders
+that they load: `Serving`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..adapters import WEIGHTS as ADAPTER_WEIGHTS
+from ..importing.imported import ForeignFolder, Imported
 from ..loading import TargetConfig
 from ..targets.skeleton import load_skeleton
 from .contracts import Contract
@@ -79,9 +81,10 @@ class GgufLayout:
 
 
 class Serving:
-    """How engines load the heads of a family, which subclasses this in a file of this folder, and names an instance.
+    """How engines load the heads of a family, and how folders that they load, ours or those of others, become heads.
 
-    `method` is the engines' name for a way of drafting: the family's, unless the family has several.
+    A family subclasses this in a file of this folder, and names an instance. `method` is the engines' name for a way of
+    drafting: the family's, unless the family has several.
     """
 
     engines: tuple[str, ...]  # of `write.ENGINES`, those that load it, the usual one first
@@ -92,6 +95,9 @@ class Serving:
     # words in a path by which vLLM takes a head for one of this family, where it is told no such method
     path_words: tuple[str, ...] = ()
     key_types: Mapping[str, Any] = {}  # of keys of config.json that the contract reads
+    # further keys of the head's config that change what it computes without showing in tensor shapes: training that
+    # starts from a folder must go on with the same. `feature_layers` and `draft_vocab_size` are of every family
+    computes: tuple[str, ...] = ()
     vllm_methods: Mapping[str, str] = {}  # vLLM's names of methods, where they are others
     sglang_algorithms: Mapping[str, str] = {}  # `--speculative-algorithm` by method; of others SGLang loads no head
     spec_types: Mapping[str, str] = {}  # llama-server's `--spec-type` by method; empty: it has no graph for the family
@@ -109,6 +115,11 @@ class Serving:
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
         """What a folder with this config must hold, and the problems of the config. Args: to: as in `check_export`."""
+        raise NotImplementedError
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        """Import the head in a folder that `recognises` takes, whoever made it. Raises BadInput on parts that ours do
+        not have, or that are missing."""
         raise NotImplementedError
 
     def method(self, head: HeadFolder) -> str:

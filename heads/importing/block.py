@@ -4,12 +4,11 @@ import torch.nn.functional as F
 
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
-from ..block_network import BlockConfig
-from ..export.block import DFLASH, DFLASH2
 from ..nn.dflash2 import NUM_TAPS
 from .imported import ForeignFolder, Imported, draft_ids
 from .published import architecture_of, same_tensor, window_of
 
+DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
 # keys that some folders have in dflash_config alone
 NESTED = ("mask_token_id", "target_layer_ids", "block_size", "conv_kernel_size", "conv_group_size", "selector_rank")
 NESTED += ("selector_top_k",)
@@ -28,7 +27,7 @@ def import_block(folder: ForeignFolder) -> Imported:
     if is_plain and same_tensor(tensors["lm_head.weight"], target.output_layer.weight.detach().cpu()):
         del tensors["lm_head.weight"]  # the target's own
     if folder.own is not None:
-        return Imported(folder.own, tensors, ids)
+        return Imported({}, tensors, ids)
     markov, window = config.read(MARKOV_TYPE, str), window_of(config)
     taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
     problems = {
@@ -45,24 +44,23 @@ def import_block(folder: ForeignFolder) -> Imported:
         tensors[CONFIDENCE] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
     drafts_first = config.need("sample_from_anchor", bool)
     layer = {**config.values, "model_type": "llama", "sliding_window": None}  # Llama's but for query and key norms
-    made = BlockConfig(
-        feature_layers=[i + 1 for i in config.need("target_layer_ids", list[int])],
-        num_depths=config.need("block_size", int) - (0 if drafts_first else 1),
-        num_layers=config.read("num_hidden_layers", int) or 1,
-        sliding_window=window,
-        sample_from_anchor=drafts_first,
-        markov_rank=rank,
-        confidence=CONFIDENCE in tensors,
-        conv_group_size=None if taps is None else config.need("conv_group_size", int),
-        selector_rank=0 if selector is None else selector.shape[1],
-        selector_top_k=16 if selector is None else config.need("selector_top_k", int),
-        has_head_norms="layers.0.self_attn.q_norm.weight" in tensors,
-        output="own" if "lm_head.weight" in tensors else "shared",
-        draft_vocab_size=None if ids is None else len(ids),
-        mask_token_id=config.need("mask_token_id", int),
-        architecture=architecture_of(TypedKeys(layer, config.where), target),
-    )
-    return Imported(made, tensors, ids)
+    keys = {
+        "feature_layers": [i + 1 for i in config.need("target_layer_ids", list[int])],
+        "num_depths": config.need("block_size", int) - (0 if drafts_first else 1),
+        "num_layers": config.read("num_hidden_layers", int) or 1,
+        "sliding_window": window,
+        "sample_from_anchor": drafts_first,
+        "markov_rank": rank,
+        "confidence": CONFIDENCE in tensors,
+        "conv_group_size": None if taps is None else config.need("conv_group_size", int),
+        "selector_rank": 0 if selector is None else selector.shape[1],
+        "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
+        "has_head_norms": "layers.0.self_attn.q_norm.weight" in tensors,
+        "output": "own" if "lm_head.weight" in tensors else "shared",
+        "mask_token_id": config.need("mask_token_id", int),
+        "architecture": architecture_of(TypedKeys(layer, config.where), target),
+    }
+    return Imported(keys, tensors, ids)
 
 
 def plain_config(config: TypedKeys) -> TypedKeys:

@@ -1,8 +1,7 @@
-"""A folder to import, what an import makes of it, and functions that several importers share."""
+"""A folder to import, what its family makes of it, and functions that several families share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,7 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...configs.typed import TypedKeys
-from ..base import HeadConfig
-from ..export.record import PROVENANCE, HeadRecord
 from ..export.tensor_files import TensorFiles
-from ..families import head_class
-from ..folder import config_of
 from ..target import Target
 
 Tensors = dict[str, Tensor]
@@ -26,16 +21,11 @@ class ForeignFolder:
     """A published or exported head, and the target to read it for."""
 
     path: Path
-    family: str
     config: TypedKeys  # config.json
     stored: TensorFiles
     target: Target
-
-    @cached_property
-    def own(self) -> HeadConfig | None:
-        """The head's config if our export recorded it. Raises BadInput if the record is damaged, or as `config_of`."""
-        record = provenance(self.config.values)
-        return None if record is None else config_of(record, head_class(self.family).config_class, key=PROVENANCE)
+    own: Mapping[str, Any] | None  # all keys of the head's config, if our export recorded them
+    fresh: Callable[[Mapping[str, Any]], Tensors]  # the tensors of a new head of the family with these config keys
 
     def tensors(self) -> Tensors:
         return {name: self.stored.read(name) for name in self.stored.files}
@@ -51,14 +41,9 @@ class ForeignFolder:
 class Imported:
     """A head of any layout, converted to ours."""
 
-    config: HeadConfig
+    keys: Mapping[str, Any]  # of its config, without `draft_vocab_size`; those that our export recorded replace them
     tensors: Tensors  # by our names
     draft_token_ids: Tensor | None = None  # [Vd] if its draft vocabulary is cut
-
-
-def provenance(config: Mapping[str, Any]) -> HeadRecord | None:
-    """The record that our export wrote to config.json; None if there is none."""
-    return HeadRecord.from_json(config[PROVENANCE]) if config.get(PROVENANCE) else None
 
 
 def draft_ids(tensors: Tensors, target: Target) -> Tensor | None:

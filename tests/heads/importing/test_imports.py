@@ -1,6 +1,7 @@
 """Heads that others published draft here as the formulas say, and our exports come back as they were."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,14 +9,20 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter, parse_drafter
+from headstart.heads.block_network import BlockConfig
 from headstart.heads.drafter import Reading
 from headstart.heads.eagle import EagleConfig
+from headstart.heads.export.check import check_folder
+from headstart.heads.export.contracts import Contract
+from headstart.heads.export.folder import write_config, write_tensors
+from headstart.heads.export.serving import Serving
 from headstart.heads.export.write import export_head
-from headstart.heads.families import served_families
+from headstart.heads.families import HEADS, served_families
+from headstart.heads.importing.imported import Imported
 from headstart.heads.importing.importers import import_head
-from headstart.heads.medusa import MedusaConfig
+from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.mtp import MtpConfig
-from headstart.heads.registry import build_head, head_class, head_record, load_head, save_head
+from headstart.heads.registry import build_head, head_class, head_record, load_head, save_head, start_head
 from headstart.heads.target import Target
 from perturbing import perturb
 from safetensors.torch import save_file
@@ -388,3 +395,59 @@ def test_an_export_is_for_its_target_only(target, tiny_target, tmp_path):
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")
     with pytest.raises(BadInput, match="out: trained on target .* not on tiny-llama"):
         import_head(tmp_path / "out", tiny_target(vocab_size=61, tie_word_embeddings=True))
+
+
+def test_a_start_may_differ_in_what_training_alone_reads(target, tmp_path):
+    save_head(build_head(BlockConfig(num_blocks=8), target), tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    start_head(BlockConfig(num_blocks=16), target, tmp_path / "out")
+    with pytest.raises(BadInput, match="computes otherwise than this config: set head.sample_from_anchor=true$"):
+        start_head(BlockConfig(sample_from_anchor=False), target, tmp_path / "out")
+
+
+@dataclass(kw_only=True)
+class OwnConfig(MedusaConfig):
+    type: str = "own"
+
+
+class OwnServing(Serving):
+    engines = ("vllm",)
+    computes = ("num_blocks",)
+
+    def write(self, head, folder, *, to):
+        write_config(folder, {**head.config, "model_type": "own", **head.provenance})
+        write_tensors(folder, head.tensors)
+
+    def recognises(self, config, stored):
+        return config.get("model_type") == "own"
+
+    def contract(self, folder, config, stored, *, to):
+        return Contract("own", shapes=stored.shapes)
+
+    def read(self, folder):
+        keys = {"num_depths": "medusa_num_heads", "num_blocks": "medusa_num_layers"}
+        return Imported({key: folder.config.need(name, int) for key, name in keys.items()}, folder.tensors())
+
+
+class OwnHead(MedusaHead):
+    config_class = OwnConfig
+    serving = OwnServing()
+
+
+def test_a_family_owns_its_serving(target, tmp_path, monkeypatch):
+    """Export, check, import and a start of training know a further family by its line in HEADS and its Serving."""
+    monkeypatch.setitem(HEADS, "own", OwnHead)
+    config = OwnConfig(num_depths=2, num_blocks=2, loss_eta=3.0)
+    ours = perturb(build_head(config, target, seed=2), 0.1, seed=1)
+    save_head(ours, tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    assert check_folder(tmp_path / "out").problems == []
+    head = import_head(tmp_path / "out", target)
+    assert type(head) is OwnHead and head.config == config
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in ours.state_dict().items())
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "headstart_export": None}))
+    assert import_head(tmp_path / "out", target).config == OwnConfig(num_depths=2, num_blocks=2)
+    start_head(config, target, tmp_path / "out")
+    with pytest.raises(BadInput, match="out: computes otherwise than this config: set head.num_blocks=2$"):
+        start_head(OwnConfig(num_depths=2), target, tmp_path / "out")
