@@ -47,50 +47,18 @@ from .tensor_files import TensorFiles
 DSPARK = "Qwen3DSparkModel"
 ROTATIONS = ("default", "linear", "yarn")  # that llama.cpp's graph has
 NORMS = ["input_layernorm", "post_attention_layernorm"]
-IN_SPECULATORS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": "DSparkDraftModel"}
+PLAIN = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}  # classes in the plain layout, by speculators' names
+IN_SPECULATORS = {**PLAIN, "dspark": "DSparkDraftModel"}
 TRAINED = ("num_depths", "sample_from_anchor", "feature_layers", "mask_token_id")  # of the head's own config
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-
-
-def method_of(head: HeadFolder) -> str:
-    return "dspark" if head.config["architectures"] == [DSPARK] else "dflash"
-
-
-def write_block(head: HeadFolder, folder: Path, *, to: str) -> None:
-    """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
-    bare_embedding(head)
-    own, is_dflash = head.own, method_of(head) == "dflash"
-    has_both = bool(own["selector_rank"]) and own["conv_group_size"] is not None
-    problems = {
-        "conv_group_size and selector_rank: engines know DFlash2 with both": (
-            head.config["architectures"] == [DFLASH2] and not has_both
-        ),
-        "draft_vocab_size: engines' selector chooses from the whole vocabulary": (
-            bool(own["selector_rank"]) and own["draft_vocab_size"] is not None
-        ),
-        "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (
-            is_dflash and own["sample_from_anchor"]
-        ),
-        "has_head_norms false: engines normalise queries and keys of heads": not own["has_head_norms"],
-        "output own: SGLang's DFlash drafts with the target's output layer": (
-            to == "sglang" and is_dflash and own["output"] == "own"
-        ),
-        **dict.fromkeys(window_problems(head.config, in_sglang=BlockServing.in_sglang, to=to), True),
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise BadInput(f"head {head.path}: {problem}: nothing written")
-    config = speculators_config(head) if to == "speculators" else head.config
-    write_config(folder, {**config, **head.provenance})
-    write_tensors(folder, head.tensors)
 
 
 def speculators_config(head: HeadFolder) -> dict[str, Any]:
     """The speculators config: it counts inputs of layers, and `sliding_window_non_causal` says that slots see later
     slots in all layers, sliding or not, as vLLM treats it as one flag."""
     config = head.config
-    kind = "dflash2" if config["architectures"] == [DFLASH2] else method_of(head)
+    kind = next(kind for kind, name in PLAIN.items() if config["architectures"] == [name])
     layer_keys = [key for key in WINDOW_KEYS if key in config]
     return {
         **as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=layer_keys),
@@ -164,7 +132,7 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
         "num_target_layers": max(layers, default=0) + 1,  # not said there
         "target_layer_ids": layers,
         "is_causal": False,
-        "architectures": [{"dflash": DFLASH, "dflash2": DFLASH2}.get(kind, DSPARK)],
+        "architectures": [PLAIN.get(kind, DSPARK)],
         "dflash_config": {
             **{"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
             **{key: config[key] for key in DFLASH2_KEYS if key in config},
@@ -265,29 +233,6 @@ def tensors_of(
     return shapes
 
 
-def refusals(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What llama.cpp's converter does not support in a DFlash or DSpark folder."""
-    layer, names = config.get("transformer_layer_config"), set(names)
-    whole = {**config, **(layer or {})}
-    is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
-    problems = rotation_refusals(whole, ROTATIONS)
-    if config.get("architectures") not in ([DFLASH], [DFLASH2]):
-        if "lm_head.weight" in names and not is_cut:
-            why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
-            problems.append(f"lm_head.weight: its converter {why}")
-        return problems
-    if is_cut:
-        problems.append(f"draft_vocab_size: {config['draft_vocab_size']}, its DFlash drafts the whole vocabulary")
-    if any(name.startswith("confidence_head.") for name in names):
-        problems.append("confidence_head: its graph has one beside a Markov head only")
-    if layer is not None:
-        problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
-    top_k, hidden = (config.get("dflash_config") or {}).get("selector_top_k") or 0, whole.get("hidden_size") or 0
-    if hidden < (least := top_k * (top_k + 1)):
-        problems.append(f"selector_top_k: {top_k} of DFlash2 takes a hidden_size of {least} at least, this is {hidden}")
-    return problems
-
-
 def gguf_contract(file: GgufFile) -> Contract:
     """DFlash, with a Markov head DSpark, with a selector DFlash2: fc and its norm, layers with norms of queries and
     keys, output tensors."""
@@ -361,14 +306,48 @@ class BlockServing(Serving):
         )
     }
 
+    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
+        """Write the folder. Raises BadInput if no engine, or not the one of `to`, can compute what the head does."""
+        bare_embedding(head)
+        own, is_dflash = head.own, self.method(head) == "dflash"
+        has_both = bool(own["selector_rank"]) and own["conv_group_size"] is not None
+        problems = {
+            "conv_group_size and selector_rank: engines know DFlash2 with both": (
+                head.config["architectures"] == [DFLASH2] and not has_both
+            ),
+            "draft_vocab_size: engines' selector chooses from the whole vocabulary": (
+                bool(own["selector_rank"]) and own["draft_vocab_size"] is not None
+            ),
+            "sample_from_anchor without a Markov head: engines draft from the anchor with one only": (
+                is_dflash and own["sample_from_anchor"]
+            ),
+            "has_head_norms false: engines normalise queries and keys of heads": not own["has_head_norms"],
+            "output own: SGLang's DFlash drafts with the target's output layer": (
+                to == "sglang" and is_dflash and own["output"] == "own"
+            ),
+            **dict.fromkeys(window_problems(head.config, in_sglang=self.in_sglang, to=to), True),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise BadInput(f"head {head.path}: {problem}: nothing written")
+        config = speculators_config(head) if to == "speculators" else head.config
+        write_config(folder, {**config, **head.provenance})
+        write_tensors(folder, head.tensors)
+
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
         words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
         return "dflash" in words or "dspark" in words or "dflash_config" in config
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
         contract = contract_of(config)
-        contract.problems += refusals(config, stored.shapes) if to == "llama.cpp" else []
+        contract.problems += self.refusals(config, stored.shapes) if to == "llama.cpp" else []
         return contract
+
+    def read(self, folder: ForeignFolder) -> Imported:
+        return import_block(folder)
+
+    def method(self, head: HeadFolder) -> str:
+        return "dspark" if head.config["architectures"] == [DSPARK] else "dflash"
 
     def sglang_flags(
         self, method: str, num_draft_tokens: int, *, folder: str, top_k: int = 1, num_nodes: int = 0
@@ -382,14 +361,26 @@ class BlockServing(Serving):
             return None
         return "dspark" if "markov_w1.weight" in file.shapes else "dflash"
 
-    def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
-        write_block(head, folder, to=to)
-
-    def read(self, folder: ForeignFolder) -> Imported:
-        return import_block(folder)
-
-    def method(self, head: HeadFolder) -> str:
-        return method_of(head)
-
     def refusals(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        return refusals(config, names)
+        """What llama.cpp's converter does not support in a DFlash or DSpark folder."""
+        layer, names = config.get("transformer_layer_config"), set(names)
+        whole = {**config, **(layer or {})}
+        is_cut = config.get("draft_vocab_size") not in (None, whole.get("vocab_size"))
+        problems = rotation_refusals(whole, ROTATIONS)
+        if config.get("architectures") not in ([DFLASH], [DFLASH2]):
+            if "lm_head.weight" in names and not is_cut:
+                why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
+                problems.append(f"lm_head.weight: its converter {why}")
+            return problems
+        if is_cut:
+            problems.append(f"draft_vocab_size: {config['draft_vocab_size']}, its DFlash drafts the whole vocabulary")
+        if any(name.startswith("confidence_head.") for name in names):
+            problems.append("confidence_head: its graph has one beside a Markov head only")
+        if layer is not None:
+            problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
+        top_k, hidden = (config.get("dflash_config") or {}).get("selector_top_k") or 0, whole.get("hidden_size") or 0
+        if hidden < (least := top_k * (top_k + 1)):
+            problems.append(
+                f"selector_top_k: {top_k} of DFlash2 takes a hidden_size of {least} at least, this is {hidden}"
+            )
+        return problems

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...configs.errors import BadInput, first_line
 from ..importing.imported import ForeignFolder, Imported
-from ..importing.mtp_checkpoint import views_on_disk
 from ..loading import quiet_loading
 from .contracts import Contract, trained_config
 from .folder import write_config, write_ends, write_tensors
@@ -18,7 +17,7 @@ from .gguf_file import GgufFile
 from .llamacpp import parallel_refusals, target_folder
 from .mtp import COUNT_KEYS
 from .serving import HeadFolder, Serving
-from .tensor_files import TensorFiles
+from .tensor_files import TensorFiles, views_on_disk
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken")
 CHAT_FILES = ("chat_template*", "generation_config.json")

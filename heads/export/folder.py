@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ...configs.files import write_json
-from ..importing.mtp_checkpoint import tensor_locations
 from ..loading import TargetConfig, load_tokenizer
 from ..targets.end_tokens import contradiction, said_ends
 from .serving import HeadFolder
+from .tensor_files import tensor_locations
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",

@@ -15,22 +15,13 @@ from torch import Tensor
 
 from ...configs.errors import BadInput
 from ..importing.imported import ForeignFolder, Imported
-from ..importing.mtp_checkpoint import (
-    LAYOUTS,
-    count_key,
-    mtp_layout,
-    read_modules,
-    stitch,
-    tensor_locations,
-    unlike_ours,
-    views_on_disk,
-)
+from ..importing.mtp_checkpoint import LAYOUTS, count_key, mtp_layout, read_modules, stitch, unlike_ours
 from ..targets.row_rotary import TWO_SETS
 from .contracts import Contract, sizes_of
 from .folder import EMBEDDINGS, whole_vocabulary_note, write_config, write_ends
 from .gguf_file import GgufFile
 from .serving import HeadFolder, Serving, sglang_command, vllm_command
-from .tensor_files import TensorFiles
+from .tensor_files import TensorFiles, tensor_locations, views_on_disk
 
 # kinds of target (model_type) that engines load modules of a layout with
 SERVED = {

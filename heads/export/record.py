@@ -58,8 +58,8 @@ class HeadRecord:
             )
 
 
-def read_head_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a head folder that we wrote. Raises BadInput if it is missing, damaged or not ours."""
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a head's folder, whoever wrote it. Raises BadInput if it is missing or damaged."""
     path = Path(folder, "config.json")
     if not path.is_file():
         raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
@@ -67,6 +67,14 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
         config = loads(path.read_text())
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict) or "headstart" not in config:
-        raise BadInput(f"{path}: no `headstart` key: not a head trained by Headstart")
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: no JSON object")
+    return config
+
+
+def read_head_config(folder: str | Path) -> dict[str, Any]:
+    """`read_config` of a folder that we wrote. Raises BadInput too if it is not ours."""
+    config = read_config(folder)
+    if "headstart" not in config:
+        raise BadInput(f"{Path(folder, 'config.json')}: no `headstart` key: not a head trained by Headstart")
     return config

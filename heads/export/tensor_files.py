@@ -1,5 +1,6 @@
-"""The safetensors files of a folder: file, shape and dtype of each tensor, read from the headers alone."""
+"""The safetensors files of a folder: where each tensor is, its shape and dtype, read from the headers alone."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
         stored.problems.append(f"{error}".removeprefix(f"{path.parent}/"))
         return
     held = {name: file.name for name, file in stored.files.items()}
-    missing = [file for file in sorted(set(index.values())) if file != Path(file).name or not (folder / file).is_file()]
+    missing = [file for file in sorted(set(index.values())) if not (folder / file).is_file()]
     moved = [name for name in sorted(index.keys() & held.keys()) if index[name] != held[name]]
     unheld = [name for name in sorted(index.keys() - held.keys()) if index[name] not in missing]
     problems = [f"names {file}, which is not there" for file in missing]
@@ -100,3 +101,33 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
     problems += [f"lacks {name}, so engines do not load it" for name in sorted(held.keys() - index.keys())]
     problems += [f"names {name}, which {index[name]} does not hold" for name in unheld]
     stored.problems += [f"{path.name}: {problem}" for problem in problems]
+
+
+def tensor_locations(folder: str | Path) -> dict[str, Path]:
+    """The safetensors file of each tensor in a checkpoint folder. Raises BadInput if a file cannot be read."""
+    index = Path(folder, "model.safetensors.index.json")
+    names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
+    locations: dict[str, Path] = {}
+    for file in sorted(names):
+        try:
+            with safe_open(Path(folder, file), framework="pt") as opened:
+                locations.update(dict.fromkeys(opened.keys(), Path(folder, file)))
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{Path(folder, file)}: {first_line(error)}") from error
+    return locations
+
+
+def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
+    """Views of our tensors under the checkpoint's names: transformers keeps all experts of a layer in one tensor,
+    checkpoints store one tensor per expert."""
+    views: dict[str, Tensor] = {}
+    for name, value in state.items():
+        match = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
+        if match is None:
+            views[name] = value
+            continue
+        stem, kind = match.groups()
+        for i, expert in enumerate(value):
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
+            views |= {f"{stem}.{i}.{part}_proj.weight": view for part, view in parts}
+    return views

@@ -4,7 +4,6 @@ transformers drops these tensors when it loads a target and does not save them. 
 the safetensors files directly.
 """
 
-import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...configs.errors import BadInput, first_line
-from ..export.tensor_files import read_weight_map
+from ...configs.errors import BadInput
+from ..export.tensor_files import tensor_locations, views_on_disk
 
 
 @dataclass(frozen=True)
@@ -151,36 +150,6 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
         save_file(tensors, output_folder / file, metadata)
     if _headers(before) != _headers(tensor_locations(output_folder)):
         raise BadInput(f"{folder}: stitched, its tensors would differ in name, shape or dtype")
-
-
-def tensor_locations(folder: str | Path) -> dict[str, Path]:
-    """The safetensors file of each tensor in a checkpoint folder. Raises BadInput if a file cannot be read."""
-    index = Path(folder, "model.safetensors.index.json")
-    names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
-    locations: dict[str, Path] = {}
-    for file in sorted(names):
-        try:
-            with safe_open(Path(folder, file), framework="pt") as opened:
-                locations.update(dict.fromkeys(opened.keys(), Path(folder, file)))
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"{Path(folder, file)}: {first_line(error)}") from error
-    return locations
-
-
-def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
-    """Views of our tensors under the checkpoint's names: transformers keeps all experts of a layer in one tensor,
-    checkpoints store one tensor per expert."""
-    views: dict[str, Tensor] = {}
-    for name, value in state.items():
-        match = None if name in where else re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)
-        if match is None:
-            views[name] = value
-            continue
-        stem, kind = match.groups()
-        for i, expert in enumerate(value):
-            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up" else [("down", expert)]
-            views |= {f"{stem}.{i}.{part}_proj.weight": view for part, view in parts}
-    return views
 
 
 def _read_tensor(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:

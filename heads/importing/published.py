@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import loads
 from ...configs.typed import TypedKeys
+from ..export.record import read_config
 from ..export.tensor_files import TensorFiles, read_tensor_files
 from ..nn.layers import PARTIAL, llama_config
 from ..target import Target
@@ -38,16 +38,7 @@ def local_folder(folder: str | Path) -> Path:
 
 def read_all(folder: Path) -> tuple[dict[str, Any], TensorFiles]:
     """config.json and the tensor files of a folder. Raises BadInput if one is missing or damaged."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise BadInput(f"head {folder}: no config.json in it")
-    try:
-        config = loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: no JSON object")
-    stored = read_tensor_files(folder)
+    config, stored = read_config(folder), read_tensor_files(folder)
     broken = [problem for problem in stored.problems if "not a whole" in problem or "names " in problem]
     if broken:
         raise BadInput(f"head {folder}: {broken[0]}")

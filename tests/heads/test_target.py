@@ -10,7 +10,7 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads import loading
-from headstart.heads.importing.mtp_checkpoint import tensor_locations
+from headstart.heads.export.tensor_files import tensor_locations
 from headstart.heads.loading import TargetConfig, torch_dtype
 from headstart.heads.target import Target
 from headstart.heads.targets.skeleton import load_skeleton

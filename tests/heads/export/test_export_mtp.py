@@ -8,8 +8,8 @@ import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.heads.export.check import check_folder
+from headstart.heads.export.tensor_files import tensor_locations
 from headstart.heads.export.write import export_head, notes
-from headstart.heads.importing.mtp_checkpoint import tensor_locations
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import build_head, save_head
 from headstart.heads.target import Target
