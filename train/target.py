@@ -14,8 +14,8 @@ from rich.console import Console
 from ..configs.errors import BadInput, first_line
 from ..configs.files import remove
 from ..data_pipelines.config import DataConfig
-from ..data_pipelines.served import asking
 from ..data_pipelines.served.reading import ServedReader, check_server, fields_of_served, label_of
+from ..data_pipelines.served.state_server import StateServer
 from ..data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
 from ..data_pipelines.storage.features import Reads, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
@@ -148,7 +148,7 @@ def open_server(run: RunConfig, target: Target, accelerator: Accelerator, holdin
     if run.data.server is None:
         return None
     reads, label = reads_of(run, target), label_of(Path(run.train.output_dir), accelerator.process_index)
-    server = asking.StateServer(run.data.server, label=label, patience=asking.PATIENCE, key="data.server")
+    server = StateServer(run.data.server, label=label, key="data.server")
     length = min(run.data.max_length, target.max_positions)
     check_server(server, target, reads, max_length=length, revision=run.target.revision)
     server.clear()  # what this rank left when it was killed

@@ -11,8 +11,8 @@ from ...configs.loader import build
 from ...configs.neutral_sampling import NEUTRAL
 from ..config import TURNS, check_at_least_one, check_choice
 from ..sources import Source, iter_rows, read_sources
-from .asking import Outcome
 from .conversations import Exchange, Failure, SamplingConfig, exchanges
+from .dispatch import Outcome
 from .store import AnswerStore, RunIndex, RunSummary
 
 

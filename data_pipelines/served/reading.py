@@ -20,8 +20,8 @@ from ..storage.features import Reads
 from ..storage.quantise import pack
 from ..storage.samples import Sample
 from ..storage.shard_file import PackedStates, StoredSample
-from .asking import ServedStates, StateServer, StatesIdentity
 from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
+from .state_server import ServedStates, StateServer, StatesIdentity
 
 AT_ONCE = 32  # requests; batches that wait to be written, or trained on, limit them too
 PROBE = "The first words of an answer."
@@ -69,7 +69,7 @@ class ServedReader:
         the server's context with the token that it generates."""
         length = int(np.flatnonzero(needed)[-1]) + 1 if needed.any() else 0
         if length:
-            return self.server.ask(sample.input_ids[:length].tolist())
+            return self.server.ask(sample.input_ids[:length].tolist()).states
         return torch.zeros(0, len(self.served.layers), self.target.hidden_size, dtype=self.target.dtype)
 
 
@@ -104,7 +104,7 @@ def check_server(
     """
     final_norm(target)
     ids = target.tokenizer(PROBE, add_special_tokens=False)["input_ids"] or [0]
-    answer = server.answer(ids)
+    answer = server.ask(ids)
     served, where = answer.served, f"server {server.url}"
     weights = digest_of_weights(target.name, revision)
     if served.weights != weights:
@@ -123,7 +123,7 @@ def check_server(
     if served.max_length < max_length:
         raise BadInput(f"{where}: its max-model-len is {served.max_length}, rows have up to {max_length} tokens")
     beginnings = [ids[:length] for length in range(1, len(ids))][1 - NUM_PROBES :]
-    for one in [answer, *map(server.answer, beginnings)]:
+    for one in [answer, *map(server.ask, beginnings)]:
         check_post_norm(one, target, where)
     return served
 

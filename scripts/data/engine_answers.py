@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...configs.errors import BadInput
-from ...data_pipelines.answers.asking import in_batches, joining
 from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
+from ...data_pipelines.answers.dispatch import in_batches, joining
 from ...data_pipelines.answers.regenerate import Answerer, AskedSource, RegenerateConfig, source_samplings
 from ...data_pipelines.answers.tool_calls import with_tool_calls
 from ...data_pipelines.sources import read_sources

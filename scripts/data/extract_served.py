@@ -13,8 +13,8 @@ from rich.console import Console
 from ...configs.errors import BadInput
 from ...configs.files import remove
 from ...data_pipelines.config import check_choice
-from ...data_pipelines.served.asking import StateServer
 from ...data_pipelines.served.reading import ServedReader, check_server, label_of, layers_asked
+from ...data_pipelines.served.state_server import StateServer
 from ...data_pipelines.served.vllm_process import VllmServer, serving_flags
 from ...data_pipelines.storage.features import Reads
 from ...heads.loading import TargetConfig

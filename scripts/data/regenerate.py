@@ -52,8 +52,8 @@ def regenerate(
 
 def by_servers(config: "RegenerateConfig") -> tuple["Answerer", dict[str, Any]]:
     """Answers of OpenAI-compatible servers; nothing is known of their weights."""
-    from ...data_pipelines.answers.asking import by_threads
     from ...data_pipelines.answers.client import OpenAIClient
+    from ...data_pipelines.answers.dispatch import by_threads
 
     client = OpenAIClient(config.servers, model=config.target, config=config.client)
     return partial(by_threads, answer=client, num_threads=client.num_threads), {}

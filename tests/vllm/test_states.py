@@ -18,8 +18,8 @@ from engines import OFFLINE, save_tokenizer
 from headstart.benchmarks.quickstart.prompts import orders
 from headstart.configs.children import free_port
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.served.asking import StateServer
 from headstart.data_pipelines.served.reading import layers_asked
+from headstart.data_pipelines.served.state_server import StateServer
 from headstart.data_pipelines.served.vllm_process import VllmServer, serving_flags
 from headstart.data_pipelines.storage.shards import Shards
 from headstart.eval.decoding import generate
@@ -133,7 +133,7 @@ def check_states(url: str, folder: Path) -> None:
     rows += [rows[-1], rows[-2][:150] + rows[-3]]
     server = StateServer(url, label="ab")
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(server.ask, rows))
+        found = [answer.states for answer in threads.map(server.ask, rows)]
     for row, states in zip(rows, found, strict=True):
         out = target.forward(torch.tensor([row]), feature_layers=(1, 2, 3))
         torch.testing.assert_close(states[:, :3], out.features[0], atol=1e-4, rtol=0)

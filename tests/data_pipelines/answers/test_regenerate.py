@@ -9,8 +9,8 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config, shipped
-from headstart.data_pipelines.answers.asking import by_threads, in_batches
 from headstart.data_pipelines.answers.conversations import Answer, Failure
+from headstart.data_pipelines.answers.dispatch import by_threads, in_batches
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 from headstart.data_pipelines.answers.store import AnswerStore
 

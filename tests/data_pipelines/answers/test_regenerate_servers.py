@@ -22,8 +22,8 @@ from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
 from headstart.configs.neutral_sampling import NEUTRAL
 from headstart.data_pipelines.answers import client as client_module
-from headstart.data_pipelines.answers.asking import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
+from headstart.data_pipelines.answers.dispatch import by_threads
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 
 KEY = "sk-never-to-be-seen"
@@ -31,7 +31,7 @@ RUN = """
 import sys
 from functools import partial
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines.answers.asking import by_threads
+from headstart.data_pipelines.answers.dispatch import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 config = build(RegenerateConfig, read_config(sys.argv[1], sys.argv[2:]))

@@ -11,8 +11,8 @@ import pytest
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build
 from headstart.configs.neutral_sampling import NEUTRAL
-from headstart.data_pipelines.answers.asking import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
+from headstart.data_pipelines.answers.dispatch import by_threads
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
 
 # what a server applies where a request is silent: generation_config.json's of vLLM and SGLang, and llama-server's

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from headstart.configs.jsonl import read_jsonl
-from headstart.data_pipelines.answers.asking import by_threads
 from headstart.data_pipelines.answers.client import OpenAIClient
 from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
+from headstart.data_pipelines.answers.dispatch import by_threads
 from headstart.data_pipelines.answers.regenerate import ClientConfig
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row

@@ -19,12 +19,11 @@ from headstart.configs.children import answers_in_time, free_port
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
-from headstart.data_pipelines.served import asking
+from headstart.data_pipelines.served import state_server
 from headstart.data_pipelines.served.in_vllm import headstart_tcp
 from headstart.data_pipelines.served.in_vllm.headstart_tcp import Outbox
 from headstart.data_pipelines.served.reading import NUM_PROBES, label_of
-from headstart.data_pipelines.served.tcp import Tcp
-from headstart.data_pipelines.served.transport import Lost
+from headstart.data_pipelines.served.transport import Lost, Tcp
 from headstart.data_pipelines.served.vllm_process import serving_flags
 from headstart.data_pipelines.storage.shards import Shards
 from headstart.heads.target import Target
@@ -64,8 +63,8 @@ def keys(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """No long waits for a server that is away."""
-    monkeypatch.setattr(asking, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(asking, "PATIENCE", 0.3)
+    monkeypatch.setattr(state_server, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(state_server, "PATIENCE", 0.3)
 
 
 def losses_of(folder):

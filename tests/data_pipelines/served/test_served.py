@@ -12,9 +12,9 @@ import pytest
 import torch
 from fake_server import FakeServer
 from headstart.configs.errors import BadInput
-from headstart.data_pipelines.served.asking import StateServer
 from headstart.data_pipelines.served.in_vllm.headstart_weights import weights_digest
 from headstart.data_pipelines.served.reading import NUM_PROBES
+from headstart.data_pipelines.served.state_server import StateServer
 from headstart.data_pipelines.served.vllm_process import VllmServer
 from headstart.data_pipelines.storage.shards import Shards, read_manifest
 from headstart.heads.target import Target
@@ -193,7 +193,7 @@ def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
 
 
 def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("headstart.data_pipelines.served.asking.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("headstart.data_pipelines.served.state_server.FIRST_PAUSE", 0.01)
     run, server = run_of(), fake()
     with server.listening() as url:
         served(run, tmp_path / "whole", url)
@@ -201,7 +201,7 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
         asker = StateServer(url, label="ab")
         asker.ways["file"].patience = 0.2
         for _ in range(4):
-            assert asker.ask([5, 6, 7]).shape == (3, 4, 32)
+            assert asker.ask([5, 6, 7]).states.shape == (3, 4, 32)
         assert (server.num_away, server.num_unwritten) == (0, 0)
         server.num_away = 4
         served(run, tmp_path / "out", url)

@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from ...configs.errors import BadInput, first_line
-from .files import Files
-from .tcp import Tcp
-from .transport import Lost, Transport
+from .transport import Files, Lost, Tcp
 
 REQUEST_SECONDS = 3600.0  # of one answer
 PATIENCE = 600.0  # seconds for which a server may be away, such as for a restart
@@ -57,7 +55,7 @@ class StatesIdentity:
 class ServedStates:
     """Of a row of T tokens."""
 
-    states: Tensor  # [T, L, D], L in the order of served.layers
+    states: Tensor  # [T, L, D] in the server's dtype, L in the order of served.layers
     served: StatesIdentity
     next_token: int  # the likeliest one after the row
     next_logprob: float
@@ -75,7 +73,6 @@ class StateServer:
         *,
         label: str,
         is_gone: Callable[[], str | None] = lambda: None,
-        patience: float = PATIENCE,
         key: str = "--server",
     ):
         """Args: url: such as http://localhost:8000. label: hex digits, by which the server marks what is
@@ -87,21 +84,17 @@ class StateServer:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise BadInput(f"{key} {url}: expected an address such as http://localhost:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.label, self.is_gone, self.patience = label, is_gone, patience
-        self.ways: dict[str, Transport] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
+        self.label, self.is_gone, self.patience = label, is_gone, PATIENCE
+        self.ways: dict[str, Files | Tcp] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
         self._closed = Event()
         self.served: StatesIdentity | None = None
         self.model = self._model(key)
 
-    def ask(self, token_ids: Sequence[int]) -> Tensor:
-        """The states [T, L, D] of a row [T], in the server's dtype; L in the order of served.layers.
+    def ask(self, token_ids: Sequence[int]) -> ServedStates:
+        """The states of a row [T].
 
         Raises: BadInput if the server refuses the row, is another one than before, or stays away.
         """
-        return self.answer(token_ids).states
-
-    def answer(self, token_ids: Sequence[int]) -> ServedStates:
-        """As `ask`, with what else the server says."""
         began, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
