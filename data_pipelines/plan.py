@@ -89,19 +89,9 @@ def row_stride(rows: Iterator[Any], encode: Callable[[list[Any]], object], *, se
     return max(1, math.ceil(num_left / NUM_PROBED * spent / seconds))
 
 
-def samples_for_time(
-    samples: Sequence[Sample],
-    target: Target,
-    *,
-    seconds: float,
-    num_passes: int = NUM_PASSES,
-    num_storages: int = 1,
-) -> list[Sample]:
-    """The first samples, at least one, that `measure_storages` measures in about `seconds`, estimated by timing a
-    forward over the sample of median length.
-
-    Args: num_storages: number of storage dtypes to measure.
-    """
+def samples_for_time(samples: Sequence[Sample], target: Target, *, seconds: float) -> list[Sample]:
+    """The first samples, at least one, that `measure_storages` measures in all storage dtypes in about `seconds`,
+    estimated by timing a forward over the sample of median length."""
     median = sorted(samples, key=len)[len(samples) // 2]
     ids = padded([median], device=target.device)
     spent = 0.0
@@ -113,7 +103,7 @@ def samples_for_time(
         spent = time.perf_counter() - started
         if spent > seconds / 10:
             break
-    num_tokens = seconds / (1 + EXTRACTED * num_storages) / (num_passes + 1) * len(median) / spent
+    num_tokens = seconds / (1 + EXTRACTED * len(STORAGE)) / (NUM_PASSES + 1) * len(median) / spent
     chosen = [sample for sample, end in zip(samples, accumulate(map(len, samples)), strict=True) if end <= num_tokens]
     return chosen or [min(samples, key=len)]
 
@@ -134,26 +124,13 @@ class ExtractionRates:
         return self.extraction / self.forward
 
 
-def measure_rates(
-    samples: Sequence[Sample],
-    target: Target,
-    reads: Reads,
-    *,
-    config: ExtractConfig,
-    folder: Path | None = None,
-    num_passes: int = NUM_PASSES,
-) -> ExtractionRates:
-    """`measure_storages` for a single config."""
-    return measure_storages(samples, target, reads, configs=[config], folder=folder, num_passes=num_passes)[0]
-
-
 def measure_storages(
     samples: Sequence[Sample],
     target: Target,
     reads: Reads,
     *,
     configs: Sequence[ExtractConfig],
-    folder: Path | None = None,
+    folder: Path,
     num_passes: int = NUM_PASSES,
     seconds: float = math.inf,
 ) -> list[ExtractionRates]:
@@ -164,7 +141,7 @@ def measure_storages(
     pass.
 
     Args:
-        folder: a folder on the disk to measure; None: the system's temporary folder.
+        folder: a folder on the disk to measure.
         num_passes: passes after the first one.
         seconds: time limit; no further pass starts that would exceed it.
     Returns: the rates for each config, in order.
@@ -239,8 +216,8 @@ def estimate(extraction: Extraction, output: Path, *, num_ranks: int = 1, is_ser
         return f"{line}; {left:,} tokens still to be asked for"
     num_sampled = max(1, int(min(4 * config.batch_tokens, left / LEAST_LEFT) / samples.lengths.mean()))
     chosen = [samples[i].sample for i in range(0, len(samples), max(1, len(samples) // num_sampled))][:num_sampled]
-    target, reads = extraction.target, extraction.reads
-    rates = measure_rates(chosen, target, reads, config=config, folder=output / PROGRESS, num_passes=1)
+    how: dict[str, Any] = {"configs": [config], "folder": output / PROGRESS, "num_passes": 1}
+    [rates] = measure_storages(chosen, extraction.target, extraction.reads, **how)
     hours = left / rates.extraction / num_ranks / 3600
     return f"{line}; about {in_hours(hours)} for the {left:,} tokens still to be extracted"
 

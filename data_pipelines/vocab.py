@@ -66,23 +66,18 @@ def coverage(counts: np.ndarray, ids: torch.Tensor) -> float:
     return float(counts[ids.numpy()].sum() / counts.sum())
 
 
-def covering_size(counts: np.ndarray, always: Sequence[int], *, share: float) -> tuple[int | None, float | None]:
-    """Size and `coverage` of the smallest draft vocabulary that covers this share (0..1) of the answers' tokens.
+def covering_size(counts: np.ndarray, always: Sequence[int], *, share: float) -> int | None:
+    """Size of the smallest draft vocabulary that covers this share (0..1) of the answers' tokens.
 
     Args:
         counts: [V] from `count_supervised`.
         always: ids to include whatever their count, see `always_kept`.
 
-    Returns (None, None) if that is more than half of the target's vocabulary, or nothing was counted.
+    Returns None if that is more than half of the target's vocabulary, or nothing was counted.
     """
-    if not counts.any():
-        return None, None
-    least = in_steps(max(len(set(always)), 1))
-    for size in range(least, len(counts) // 2 + 1, SIZE_STEP):
-        covered = coverage(counts, most_frequent(counts, size=size, always=always))
-        if covered >= share:
-            return size, round(covered, 4)
-    return None, None
+    sizes = range(in_steps(max(len(set(always)), 1)), len(counts) // 2 + 1, SIZE_STEP) if counts.any() else ()
+    enough = (size for size in sizes if coverage(counts, most_frequent(counts, size=size, always=always)) >= share)
+    return next(enough, None)
 
 
 def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: float) -> tuple[int | None, float | None]:
@@ -90,8 +85,9 @@ def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: flo
 
     Source: our own; measured in docs/LOG.md, 2026-11-25. FR-Spec (Zhao et al. 2025) cuts vocabularies by frequency too.
 
-    Args: row_share: weights of a row of the output layer, relative to all of the target's. Others and returns: as in
+    Args: row_share: weights of a row of the output layer, relative to all of the target's. Others: as in
         `covering_size`.
+    Returns (None, None) where `covering_size` returns None.
     """
     if not counts.any():
         return None, None

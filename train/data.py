@@ -208,7 +208,7 @@ def with_draft_vocabulary(
     samples = (data.samples[i].sample for i in range(len(data.samples)))
     counts = count_supervised(samples, vocab_size=target.vocab_size)
     always = always_kept(target.tokenizer, eos_token_ids=target.eos_token_ids, vocab_size=target.vocab_size)
-    size = size or covering_size(counts, always, share=share)[0]
+    size = size or covering_size(counts, always, share=share)
     if size is None:
         return run, None
     more = [token for token in always if token not in start][: size - len(start)]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import islice
 from typing import Any
@@ -19,27 +19,14 @@ MOST_TRIED = 200  # rows with ids whose text is tokenised too
 Place = tuple[list[int], list[int]]  # ids as the target wrote them; those of their text
 
 
-@dataclass
-class Retokenised:
-    """What tokenising the text of rows with ids gave."""
-
-    num_rows: int = 0
-    num_other: int = 0  # rows of which some ids are others
-
-    @classmethod
-    def of(cls, rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> "Retokenised":
-        counted = cls()
-        for row in rows:
-            places = first_retokenised(row, tokenizer, config, vocab_size=vocab_size)
-            counted.num_rows += places is not None
-            counted.num_other += bool(places)
-        return counted
-
-    def __str__(self) -> str:
-        if not self.num_rows:
-            return "in how many the target wrote other tokens is not known, as no row has ids"
-        share = self.num_other / self.num_rows
-        return f"of {self.num_rows} rows with ids, {self.num_other} ({share:.0%}) have other tokens if tokenised again"
+def share_retokenised(rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> str:
+    """In words, of how many rows with ids some are others if their text is tokenised."""
+    found = [first_retokenised(row, tokenizer, config, vocab_size=vocab_size) for row in rows]
+    differs = [bool(places) for places in found if places is not None]
+    if not differs:
+        return "in how many the target wrote other tokens is not known, as no row has ids"
+    share = sum(differs) / len(differs)
+    return f"of {len(differs)} rows with ids, {sum(differs)} ({share:.0%}) have other tokens if tokenised again"
 
 
 def first_retokenised(row: Row, tokenizer: Any, config: DataConfig, *, vocab_size: int) -> list[Place] | None:
@@ -76,6 +63,6 @@ def line_on_sources(
         parts.append(f"{sources[NOT_ITS_IDS]} have {why}")
     if sources[FROM_TEXT]:
         with_ids = islice((row for row in rows if row.data.get(KEY)), MOST_TRIED if sources[FROM_ROW] else 0)
-        tried = Retokenised.of(with_ids, tokenizer, config, vocab_size=vocab_size)
+        tried = share_retokenised(with_ids, tokenizer, config, vocab_size=vocab_size)
         parts.append(f"{sources[FROM_TEXT]} have text alone ({tried})")
     return f"of {sources.total()} samples {'; '.join(parts)}" if parts else ""

@@ -176,10 +176,6 @@ class Shards(Sequence[StoredSample]):
         return {**self.__dict__, "_open": {}}
 
     @property
-    def num_supervised(self) -> int:
-        return self.manifest.num_supervised_tokens
-
-    @property
     def has_states(self) -> bool:
         return self.manifest.fields.get("storage_dtype") is not None
 

@@ -47,7 +47,7 @@ def inspect(
     from ...configs.errors import BadInput, printable
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
-    from ...data_pipelines.masks.retokenised import Retokenised, first_retokenised
+    from ...data_pipelines.masks.retokenised import first_retokenised, share_retokenised
     from ...data_pipelines.sources import iter_rows
     from ...heads.targets.skeleton import load_skeleton
     from ...train.config import load_inputs
@@ -82,7 +82,7 @@ def inspect(
     print_statistics(samples, counts, console)
     sources = Counter(sample.source for sample in samples)
     console.print(f"ids are from: {', '.join(f'{source} ({number} samples)' for source, number in sources.items())}")
-    console.print(str(Retokenised.of(counted, skeleton.tokenizer, data, **how)))
+    console.print(share_retokenised(counted, skeleton.tokenizer, data, **how))
 
 
 def said_of(places: "list[Place]", tokenizer: Any) -> str:

@@ -92,7 +92,7 @@ def plan(
     def left() -> float:
         return loaded + seconds - time.perf_counter()
 
-    survey.drawn = samples_for_time(survey.drawn, target, seconds=0.8 * left(), num_storages=len(STORAGE))
+    survey.drawn = samples_for_time(survey.drawn, target, seconds=0.8 * left())
     configs = [ExtractConfig(storage_dtype=name, batch_tokens=batch_tokens) for name in STORAGE]
     measured = measure_storages(survey.drawn, target, reads, configs=configs, folder=disk, seconds=0.95 * left())
     rates = dict(zip(STORAGE, measured, strict=True))

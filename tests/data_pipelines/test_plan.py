@@ -12,7 +12,6 @@ from headstart.data_pipelines.plan import (
     Survey,
     estimate,
     in_hours,
-    measure_rates,
     measure_storages,
     row_stride,
     samples_for_time,
@@ -65,8 +64,8 @@ def test_the_epochs_from_which_the_cache_pays_off():
 
 
 def test_rates_are_measured_and_leave_nothing_behind(target, head, tmp_path):
-    how = {"config": ExtractConfig(batch_tokens=100), "folder": tmp_path, "num_passes": 1}
-    rates = measure_rates(make_samples(), target, Reads.of(head), **how)
+    how = {"configs": [ExtractConfig(batch_tokens=100)], "folder": tmp_path, "num_passes": 1}
+    [rates] = measure_storages(make_samples(), target, Reads.of(head), **how)
     assert 0 < rates.ratio < 5 and rates.reading > 0
     assert not list(tmp_path.iterdir())
 
@@ -110,18 +109,19 @@ def test_the_command(tmp_path, saved_target, capsys):
 
 
 def test_the_measured_rows_fit_the_time(target, monkeypatch):
-    """A forward of 14 tokens takes a second here: 80 s for four passes of forward, extraction and reading."""
+    """A forward of 14 tokens takes a second here: 176 s for four passes of forward and of three storages."""
     samples = make_samples(60)
     ticks = iter(range(100))
     monkeypatch.setattr(plan_module.time, "perf_counter", lambda: float(next(ticks)))
-    kept = samples_for_time(samples, target, seconds=80)
-    assert kept == samples[: len(kept)] and 0.9 < sum(map(len, kept)) / (0.4 * 80 / 4 * 13) <= 1
+    kept = samples_for_time(samples, target, seconds=176)
+    assert kept == samples[: len(kept)] and 0.9 < sum(map(len, kept)) / (176 / 5.5 / 4 * 13) <= 1
     assert len(samples_for_time(samples, target, seconds=0.001)) == 1
     assert len(samples_for_time(samples, target, seconds=1e6)) == 60
 
 
-def test_rates_say_how_far_passes_differ(target, head):
-    rates = measure_rates(make_samples(8), target, Reads.of(head), config=ExtractConfig(batch_tokens=64))
+def test_rates_say_how_far_passes_differ(target, head, tmp_path):
+    how = {"configs": [ExtractConfig(batch_tokens=64)], "folder": tmp_path}
+    [rates] = measure_storages(make_samples(8), target, Reads.of(head), **how)
     assert 0 <= rates.spread < 3
     found = survey_samples(make_samples(8), Reads.of(head), hidden_size=32, num_drawn=4)
     comparison = compare_storages(found, {"float32": ExtractionRates(1.0, 1.0, 1.0, 0.125)}, free_bytes=0)

@@ -146,7 +146,7 @@ def test_the_manifest_says_what_it_holds(target, extract, tmp_path):
     manifest = extract(samples, target, head, tmp_path / "out", config=config, origin=origin)
     assert manifest.as_json() == json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest.num_rows == 60 and manifest.num_tokens == int(samples.lengths.sum())
-    assert manifest.num_supervised_tokens == samples.num_supervised
+    assert manifest.num_supervised_tokens == samples.manifest.num_supervised_tokens
     assert manifest.fields["layers"] == [1, 2, 3] and manifest.fields["storage_dtype"] == "8bit"
     assert manifest.fields["target_fingerprint"] == target.fingerprint and manifest.fields["tokenizer_hash"] == "ab"
     assert len(manifest.shards) == 5

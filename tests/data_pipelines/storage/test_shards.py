@@ -58,7 +58,7 @@ def test_samples_come_back_in_any_order(tmp_path):
     for i in [39, 0, 17, *range(40), -1]:
         assert found[i].sample == rows[i].sample and found[i].states is None
     assert found.lengths.tolist() == [len(row.sample) for row in rows]
-    assert found.num_supervised == sum(int(row.sample.loss_mask.sum()) for row in rows)
+    assert found.manifest.num_supervised_tokens == sum(int(row.sample.loss_mask.sum()) for row in rows)
     assert manifest.bytes == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
     assert manifest.bytes_per_token == pytest.approx(manifest.bytes / manifest.num_tokens, abs=1e-3)
     assert sorted(path.name for path in (tmp_path / "a").iterdir() if "shard" not in path.name) == ["manifest.json"]
