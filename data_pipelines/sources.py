@@ -82,20 +82,16 @@ class Source:
             raise BadInput(problem)
         return files
 
-    def rows(self, *, epoch: int = 0) -> Iterator[Row]:
-        """Yield its rows, one in memory at a time. Raises BadInput as `iter_rows`."""
-        for data, origin in islice(self._located_rows(), self.num_rows):
-            for theirs in self.columns:
-                if theirs not in data:
-                    raise BadInput(f"{origin}: columns: no key {theirs!r}; its keys are {', '.join(data)}")
-            others = {key: value for key, value in data.items() if key not in self.columns}
-            data = others | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
-            yield Row(data, origin, self.called, epoch)
-
-    def all_rows(self) -> Iterator[Row]:
-        """Yield its rows of all epochs."""
+    def rows(self) -> Iterator[Row]:
+        """Yield its rows of all epochs, one in memory at a time. Raises BadInput as `iter_rows`."""
         for epoch in range(self.epochs):
-            yield from self.rows(epoch=epoch)
+            for data, origin in islice(self._located_rows(), self.num_rows):
+                for theirs in self.columns:
+                    if theirs not in data:
+                        raise BadInput(f"{origin}: columns: no key {theirs!r}; its keys are {', '.join(data)}")
+                others = {key: value for key, value in data.items() if key not in self.columns}
+                data = others | {ours: data[theirs] for theirs, ours in self.columns.items()}  # two keys may be swapped
+                yield Row(data, origin, self.called, epoch)
 
     def _located_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
         files = self.files()
@@ -172,10 +168,10 @@ def iter_rows(
     for source in sources:
         source.files()
     if all(source.weight is None for source in sources):
-        rows = (row for source in sources for row in source.all_rows())
+        rows = (row for source in sources for row in source.rows())
     else:
         weights = [1.0 if source.weight is None else source.weight for source in sources]
-        rows = interleave([source.all_rows() for source in sources], weights=weights, seed=seed, until=until)
+        rows = interleave([source.rows() for source in sources], weights=weights, seed=seed, until=until)
     return islice(rows, num_rows)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.progress import track
@@ -149,11 +150,8 @@ class EvalRun:
             return named.setting(config)
         if not suite.prompts:
             return DraftSetting(tree_name, named.setting(config).num_draft_tokens)
-        settings = {**asdict(config), "tree": tree_name, "tree_nodes": self.drafts.tree_nodes}
-        settings["shaped_on"] = suite.calibration
-        key = settings_key(
-            self.target, named.drafter, suite, settings, name=named.name, engine="tree", store=self.store
-        )
+        shaping = {"tree": tree_name, "tree_nodes": self.drafts.tree_nodes, "shaped_on": suite.calibration}
+        key = self.key("tree", named, suite, config, **shaping)
         record = self.store.get(key, TREE)
         if record is not None:
             tree = StaticTree(tuple(map(tuple, record["paths"])), record["sampled"])
@@ -180,13 +178,10 @@ class EvalRun:
             return setting
         if cost != "measured":
             return replace(setting, verify_cost=float(cost))
-        length, longest = setting.num_draft_tokens, max(suite.prompts, key=len)
-        settings = {**asdict(config), "verify_cost": length}
-        key = settings_key(
-            self.target, named.drafter, suite, settings, name=named.name, engine="verify cost", store=self.store
-        )
+        key = self.key("verify cost", named, suite, config, verify_cost=setting.num_draft_tokens)
         record = self.store.get(key, TREE)
         if record is None:
+            longest = max(suite.prompts, key=len)
             measured = verify_cost(
                 self.target,
                 named.drafter,
@@ -200,6 +195,11 @@ class EvalRun:
             record = {"verify_cost": measured}
             self.store.add(key, TREE, record)
         return replace(setting, verify_cost=record["verify_cost"])
+
+    def key(self, engine: str, named: NamedDrafter, suite: Suite, config: MeasureConfig, **more: Any) -> str:
+        """Of what the store keeps of a drafter on a suite before it is measured. more: settings that it depends on."""
+        settings, how = {**asdict(config), **more}, {"name": named.name, "engine": engine, "store": self.store}
+        return settings_key(self.target, named.drafter, suite, settings, **how)
 
     def compare_transformers(self) -> list[Result]:
         """transformers on every suite: its plain generation, and each drafter that it supports as well."""

@@ -106,12 +106,13 @@ class OpenAIClient:
         """Raises: AttemptFailed, Failure, BadInput."""
         import openai
 
-        left_out = set(server.refused)
+        optional, left_out = self.optional(request.sampling), set(server.refused)
         while True:
             try:
-                payload = self._asked(server, request, without=left_out)
+                sent = {key: value for key, value in optional.items() if key not in left_out}
+                payload = self._asked(server, request, sent)
             except openai.APIStatusError as error:
-                if refused := refused_keys(error, set(self.optional(request.sampling)) - left_out):
+                if refused := refused_keys(error, set(sent)):
                     left_out |= refused
                     continue
                 problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {self._told(error)}"
@@ -127,7 +128,7 @@ class OpenAIClient:
                     raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
                 raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
             self._note_refused(server, left_out)
-            left_to_server = tuple(sorted(left_out & set(self.optional(request.sampling)) & set(NEUTRAL)))
+            left_to_server = tuple(sorted(left_out & optional.keys() & NEUTRAL.keys()))
             told = {**variables_of(request), DAY: date.today().isoformat()}  # the day that a template may have printed
             return replace(answer_of(payload, server.url), left_to_server=left_to_server, variables=told)
 
@@ -137,12 +138,12 @@ class OpenAIClient:
         chosen = {"top_k": sampling.top_k or None, "top_p": sampling.top_p, **self.config.extra_body}
         return {key: value for key, value in {**NEUTRAL, **AS_WRITTEN}.items() if chosen.get(key) is None}
 
-    def _asked(self, server: Server, request: ChatRequest, *, without: set[str]) -> bytes:
-        """The server's response. Args: without: optional keys to leave out. Raises: openai's errors."""
+    def _asked(self, server: Server, request: ChatRequest, optional: dict[str, Any]) -> bytes:
+        """The server's response. Args: optional: those of the `optional` keys to send. Raises: openai's errors."""
         import openai
 
         sampling = request.sampling
-        extra = {key: value for key, value in self.optional(sampling).items() if key not in without}
+        extra = dict(optional)
         if sampling.top_k:
             extra["top_k"] = sampling.top_k
         if variables := variables_of(request):

@@ -103,8 +103,9 @@ class Exchange:
         """Sorts conversations by what their prompts begin with."""
         return repr((self.tools, self.script))
 
-    def talk(self) -> Generator[ChatRequest, Answer, dict[str, Any]]:
-        """A generator that yields a request for each turn, is sent its answer, and returns the answered row.
+    def talk(self) -> Generator[ChatRequest, Answer | Failure, dict[str, Any] | Failure]:
+        """A generator that yields a request for each turn, is sent its answer, and returns the answered row; a failure
+        that it is sent is what it returns.
 
         The history of a request has the new answers to earlier turns, reasoning included, as the chat template gets it
         in training. An answer that was cut or calls a tool ends the conversation, because the row's later turns do not
@@ -118,6 +119,8 @@ class Exchange:
                 messages.append(message)
                 continue
             answer = yield ChatRequest(list(messages), self.tools, self.sampling, self.seed(turn), self.variables)
+            if isinstance(answer, Failure):
+                return answer
             places.append(len(messages))
             messages.append(answer.message)
             answers.append(answer)

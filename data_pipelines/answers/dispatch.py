@@ -45,6 +45,12 @@ def by_threads(
             except BaseException as error:  # raised again in the consumer's thread
                 finished.put(error)
 
+    def next_outcome() -> Outcome:
+        outcome = finished.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
     for _ in range(num_threads):
         Thread(target=work, daemon=True).start()  # daemons: an interrupted run need not wait for slow answers
     num_open = 0
@@ -53,25 +59,17 @@ def by_threads(
             if is_done(conversation.key):
                 continue
             if num_open == 2 * num_threads:  # enough that an idle thread always finds a waiting conversation
-                yield _outcome(finished)
+                yield next_outcome()
                 num_open -= 1
             waiting.put(conversation)
             num_open += 1
-        while num_open:
-            yield _outcome(finished)
-            num_open -= 1
+        for _ in range(num_open):
+            yield next_outcome()
     finally:
         while not waiting.empty():
             waiting.get()
         for _ in range(num_threads):
             waiting.put(None)
-
-
-def _outcome(finished: "Queue[Outcome | BaseException]") -> Outcome:
-    outcome = finished.get()
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
 
 
 def in_batches(
@@ -104,10 +102,6 @@ def _turn_by_turn(
     while requests:
         answers = answer(list(requests.values()))
         for key, answered in zip(list(requests), answers, strict=True):
-            if isinstance(answered, Failure):
-                del requests[key]
-                yield key, answered
-                continue
             try:
                 requests[key] = talks[key].send(answered)
             except StopIteration as end:
@@ -135,9 +129,6 @@ def joining(
             talks = {conversation.key: conversation.talk() for conversation in group}
             waiting = deque((key, next(talk)) for key, talk in talks.items())
             for key, answered in answers(waiting):
-                if isinstance(answered, Failure):
-                    yield key, answered
-                    continue
                 try:
                     waiting.append((key, talks[key].send(answered)))
                 except StopIteration as end:

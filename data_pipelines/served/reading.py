@@ -30,7 +30,7 @@ CLOSE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}  # of the same token
 
 
 class ServedReader:
-    """As `extract.Reader`, with the states of a server. Used in a `with` block."""
+    """Gives the states of a server, as `extract.start_target` does those of a target here. Used in a `with` block."""
 
     def __init__(self, target: Target, reads: Reads, server: StateServer, *, storage_dtype: str):
         assert server.served is not None, "checked before"

@@ -8,6 +8,7 @@ resumed run.
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,58 +35,52 @@ AHEAD = 2  # batches that may wait to be written
 Start = Callable[[Sequence[Sample]], Callable[[], list[StoredSample]]]
 
 
-class StateReader:
-    """Runs the target on batches of samples, asynchronously.
+@torch.no_grad()
+def start_target(
+    samples: Sequence[Sample], *, target: Target, reads: Reads, storage_dtype: str
+) -> Callable[[], list[StoredSample]]:
+    """Queue the target's forward over a batch of samples on its device.
 
-    `start` queues the work on the device and returns a function that waits for it and returns the samples with their
-    states. That function may be called in another thread.
+    Returns: a function that waits for it and returns the samples with their states; it may be called in another thread,
+        and raises BadInput if a state is NaN or infinite.
     """
+    output = target.read_texts(padded(samples, device=target.device), feature_layers=reads.layers)
+    features_at, post_norm_at = zip(*(reads.positions(sample.loss_mask) for sample in samples), strict=True)
+    features = start_copy(output.features, features_at, target, storage_dtype)
+    post_norm = start_copy(output.post_norm, post_norm_at, target, storage_dtype)
 
-    def __init__(self, target: Target, reads: Reads, *, storage_dtype: str):
-        self.target, self.reads, self.storage_dtype = target, reads, storage_dtype
+    def rows() -> list[StoredSample]:
+        columns = zip(samples, features_at, features(), post_norm_at, post_norm(), strict=True)
+        return [StoredSample(sample, PackedStates(*states, target.dtype)) for sample, *states in columns]
 
-    @torch.no_grad()
-    def start(self, samples: Sequence[Sample]) -> Callable[[], list[StoredSample]]:
-        input_ids = padded(samples, device=self.target.device)  # [B, T]
-        output = self.target.read_texts(input_ids, feature_layers=self.reads.layers)
-        features_at, post_norm_at = zip(*(self.reads.positions(sample.loss_mask) for sample in samples), strict=True)
-        features, post_norm = self._sent(output.features, features_at), self._sent(output.post_norm, post_norm_at)
+    return rows
 
-        def rows() -> list[StoredSample]:
-            parts = zip(features_at, self._split(features(), features_at), strict=True)
-            more = zip(post_norm_at, self._split(post_norm(), post_norm_at), strict=True)
-            return [
-                StoredSample(sample, PackedStates(*part, *other, self.target.dtype))
-                for sample, part, other in zip(samples, parts, more, strict=True)
-            ]
 
-        return rows
+def start_copy(
+    states: Tensor, at: Sequence[np.ndarray], target: Target, storage_dtype: str
+) -> Callable[[], list[Packed]]:
+    """Start copying states [B, T, ..., D] at the positions `at` (per row [T] bool) to the host, packed.
 
-    def _sent(self, states: Tensor, at: Sequence[np.ndarray]) -> Callable[[], Packed]:
-        """Start copying states [B, T, ..., D] at the positions `at` (per row [T] bool) to the host, packed.
+    Returns: a function that waits for the copy and returns the states [n, ..., D] of each row.
+    """
+    width = states.shape[1]
+    index = np.concatenate([row * width + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
+    chosen = states.flatten(0, 1).index_select(0, torch.from_numpy(index).to(states.device))  # [n, ..., D]
+    sizes = [int(row_at.sum()) for row_at in at]
+    if not states.is_cuda:
+        return lambda: checked(pack(chosen, storage_dtype), target).split(sizes)
+    packed = pack(chosen, storage_dtype)
+    host = Packed(to_pinned(packed.values), None if packed.scales is None else to_pinned(packed.scales))
+    copied = torch.cuda.Event()
+    copied.record()
 
-        Returns: a function that waits for the copy and returns the states of all rows [n, ..., D].
-        """
-        width = states.shape[1]
-        index = np.concatenate([row * width + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
-        chosen = states.flatten(0, 1).index_select(0, torch.from_numpy(index).to(states.device))  # [n, ..., D]
-        if not states.is_cuda:
-            return lambda: pack(chosen, self.storage_dtype)
-        packed = pack(chosen, self.storage_dtype)
-        host = Packed(to_pinned(packed.values), None if packed.scales is None else to_pinned(packed.scales))
-        copied = torch.cuda.Event()
-        copied.record()
+    def wait() -> list[Packed]:
+        copied.synchronize()
+        # cloned, as pinned memory is scarce
+        cloned = Packed(host.values.clone(), None if host.scales is None else host.scales.clone())
+        return checked(cloned, target).split(sizes)
 
-        def wait() -> Packed:
-            copied.synchronize()
-            # cloned, as pinned memory is scarce
-            return Packed(host.values.clone(), None if host.scales is None else host.scales.clone())
-
-        return wait
-
-    def _split(self, packed: Packed, at: Sequence[np.ndarray]) -> list[Packed]:
-        """The states of each row. Raises BadInput if a state is NaN or infinite."""
-        return checked(packed, self.target).split([int(row_at.sum()) for row_at in at])
+    return wait
 
 
 def checked(packed: Packed, target: Target) -> Packed:
@@ -155,11 +150,11 @@ class Extraction:
         self.shards, self.shard_sizes = cut_into_shards(sizes, limit=config.shard_bytes)
         self.num_bytes = sum(sizes)
 
-    def check_disk(self, output: Path, *, free: Callable[[Path], int] | None = None) -> None:
+    def check_disk(self, output: Path) -> None:
         """Raises BadInput if the shards that are still missing do not fit on the disk."""
         written = ShardWriter(output, fields=self.fields).done
         needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in written)
-        left = (free or disk_free)(output)
+        left = disk_free(output)
         if needed > left:
             raise BadInput(
                 f"{output}: {in_bytes(needed)} are still to be written, {in_bytes(left)} of this disk are free"
@@ -178,10 +173,11 @@ class Extraction:
 
         Args:
             on_tokens: called with the number of tokens of each shard, complete ones included.
-            start: gives the states of a batch, as `StateReader.start`; None: the target in this process does.
+            start: gives the states of a batch; None: the target in this process does, see `start_target`.
         """
         writer = ShardWriter(output, fields=self.fields)
-        start = start or StateReader(self.target, self.reads, storage_dtype=self.config.storage_dtype).start
+        how: dict[str, Any] = {"target": self.target, "reads": self.reads, "storage_dtype": self.config.storage_dtype}
+        start = start or partial(start_target, **how)
 
         def jobs() -> Iterator[Callable[[], None]]:
             for number, rows in list(enumerate(self.shards))[rank::num_ranks]:

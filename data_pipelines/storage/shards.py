@@ -39,19 +39,12 @@ class Manifest:
     row_counts: dict[str, int] | None = None  # how many were kept, and dropped by reason; None: not known
 
     @classmethod
-    def of(
-        cls, shards: list[ShardEntry], fields: dict[str, Any], *, row_counts: Mapping[str, int] | None = None
-    ) -> "Manifest":
+    def of(cls, shards: list[ShardEntry], fields: dict[str, Any], row_counts: Mapping[str, int] | None) -> "Manifest":
         summed = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes")
         totals = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
         bytes_per_token = round(totals["bytes"] / max(1, totals["num_tokens"]), 3)
-        return cls(
-            **totals,
-            bytes_per_token=bytes_per_token,
-            fields=fields,
-            shards=shards,
-            row_counts=dict(row_counts) if row_counts else None,
-        )
+        counts = dict(row_counts) if row_counts else None
+        return cls(**totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards, row_counts=counts)
 
     def as_json(self) -> dict[str, Any]:
         totals = asdict(self)
@@ -109,9 +102,7 @@ class ShardWriter:
         if self._rows:
             self._flush()
         self.done = dict(self._progress())
-        manifest = Manifest.of(
-            [self.done[number] for number in range(len(self.done))], self.fields, row_counts=row_counts
-        )
+        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields, row_counts)
         write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
         return manifest

@@ -260,14 +260,17 @@ def test_a_failing_writer_stops_the_extraction(target, tmp_path, monkeypatch):
 # What is refused
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(target, tmp_path):
-    extraction = prepared(tmp_path, target)
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(target, tmp_path, monkeypatch):
+    extraction, free = prepared(tmp_path, target), 50_000
+    monkeypatch.setattr("headstart.data_pipelines.storage.extract.disk_free", lambda _: free)
     with pytest.raises(BadInput, match=r"out: .* are still to be written, 50 kB of this disk are free"):
-        extraction.check_disk(tmp_path / "out", free=lambda _: 50_000)
-    extraction.check_disk(tmp_path / "out", free=lambda _: extraction.num_bytes)
+        extraction.check_disk(tmp_path / "out")
+    free = extraction.num_bytes
+    extraction.check_disk(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.safetensors"))
     extraction.run(tmp_path / "out")
-    extraction.check_disk(tmp_path / "out", free=lambda _: 0)  # nothing is missing any more
+    free = 0
+    extraction.check_disk(tmp_path / "out")  # nothing is missing any more
 
 
 def test_states_that_are_no_numbers_are_refused(tiny_target, extract, tmp_path):
