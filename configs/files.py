@@ -7,6 +7,7 @@ to it as `.NAME.PID.unfinished`; leftovers of a kill are removed by the next wri
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -39,6 +40,12 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any, *, indent: int | None = 2) -> Path:
     """Writes a JSON file that ends with a newline; returns its path."""
     return write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def sha256_of(path: str | Path) -> str:
+    """The hex digits of a file's sha256."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

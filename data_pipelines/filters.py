@@ -1,9 +1,10 @@
 """Filters that drop conversations. Each has a name, under which dropped rows are counted."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from ..configs.errors import BadInput
 from .row_shapes import Conversation
@@ -49,19 +50,15 @@ class FilterConfig:
         return self.min_tokens is not None or self.max_tokens is not None
 
 
-def reason_to_drop(
-    conversation: Conversation, config: FilterConfig, *, count_tokens: Callable[[str], int] | None = None
-) -> str | None:
+def reason_to_drop(conversation: Conversation, config: FilterConfig, tokenizer: Any = None) -> str | None:
     """The name of the first filter that drops the conversation; None if it is kept.
 
-    Args: count_tokens: returns the number of tokens of a text; required if the config limits tokens.
+    Args: tokenizer: counts tokens; required if the config limits them.
     """
-    return next(_reasons(conversation, config, count_tokens), None)
+    return next(_reasons(conversation, config, tokenizer), None)
 
 
-def _reasons(
-    conversation: Conversation, config: FilterConfig, count_tokens: Callable[[str], int] | None
-) -> Iterator[str]:
+def _reasons(conversation: Conversation, config: FilterConfig, tokenizer: Any) -> Iterator[str]:
     """The names of all filters that drop the conversation, computed lazily, cheap ones first."""
     turns, answers = conversation.turns, list(conversation.answers)
     roles = {role for role, _ in turns}
@@ -93,8 +90,8 @@ def _reasons(
     if limit is not None and any(repeats_words(answer, limit) for answer in answers):
         yield "repeated_words"
     if config.counts_tokens:
-        assert count_tokens is not None
-        num_tokens = count_tokens("\n".join(text for _, text in turns))
+        text = "\n".join(text for _, text in turns)
+        num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         if _is_below(num_tokens, config.min_tokens):
             yield "few_tokens"
         if _is_above(num_tokens, config.max_tokens):

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from ..configs.errors import BadInput
-from ..configs.files import LocalPath, replacing
+from ..configs.files import LocalPath, replacing, sha256_of
 from ..configs.owned import OwnedFolder, check_owner
 from ..heads.chat.prompts import check_renders
 from ..heads.chat.rows import UnusableRow, chat_of
@@ -69,7 +68,7 @@ class PrepareConfig:
         paths = [file for source in sources for file in source.files()]
         if self.tokenizer is not None:  # the weights beside it, if any, are not read
             paths += sorted(file for file in Path(self.tokenizer).glob("*token*") if file.is_file())
-        return {str(file): digest_of(file) for file in paths}
+        return {str(file): sha256_of(file)[:16] for file in paths}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +189,13 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
         conversation = conversation_of(row, as_messages=config.as_messages)
     except BadInput as error:
         return replace(judged, reason="malformed", problem=str(error))
-    count_tokens = _token_counter(config.tokenizer) if config.tokenizer and config.filters.counts_tokens else None
-    reason = reason_to_drop(conversation, config.filters, count_tokens=count_tokens)
+    tokenizer = None if config.tokenizer is None else _tokenizer(config.tokenizer)
+    reason = reason_to_drop(conversation, config.filters, tokenizer)
     if reason is not None:
         return replace(judged, reason=reason)
-    if config.tokenizer is not None and "messages" in conversation.data and _tokenizer(config.tokenizer).chat_template:
+    if tokenizer is not None and "messages" in conversation.data and tokenizer.chat_template:
         try:
-            check_renders(chat_of(conversation.data, row.origin), _tokenizer(config.tokenizer), origin=row.origin)
+            check_renders(chat_of(conversation.data, row.origin), tokenizer, origin=row.origin)
         except UnusableRow as error:
             return replace(judged, reason=REFUSED, problem=str(error))
     own_id = row.data.get("id")
@@ -245,12 +244,6 @@ def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[b
     return frozenset(questions)
 
 
-def digest_of(path: Path) -> str:
-    """The first 16 hex digits of a file's sha256."""
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()[:16]
-
-
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
@@ -259,7 +252,3 @@ def _tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise BadInput(f"tokenizer {name}: cannot be loaded: {one_line(error)}") from error
-
-
-def _token_counter(name: str) -> Callable[[str], int]:
-    return lambda text: len(_tokenizer(name)(text, add_special_tokens=False)["input_ids"])

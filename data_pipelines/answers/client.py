@@ -108,8 +108,8 @@ class OpenAIClient:
 
         optional, left_out = self.optional(request.sampling), set(server.refused)
         while True:
+            sent = {key: value for key, value in optional.items() if key not in left_out}
             try:
-                sent = {key: value for key, value in optional.items() if key not in left_out}
                 payload = self._asked(server, request, sent)
             except openai.APIStatusError as error:
                 if refused := refused_keys(error, set(sent)):

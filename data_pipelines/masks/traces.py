@@ -64,24 +64,16 @@ def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callab
     """The last position in earliest..latest before which a paragraph ends, otherwise a line, otherwise a sentence;
     `latest` if there is none."""
     texts = [text_of(token) for token in input_ids[earliest - 1 : latest + 1].tolist()]  # texts[i + 1] is behind cut i
-    for is_end in (_ends_paragraph, _ends_line, _ends_sentence):
-        for cut in range(latest, earliest - 1, -1):
-            at = cut - earliest
-            if is_end(texts[at - 1] if at else "", texts[at], texts[at + 1]):
-                return cut
-    return latest
 
+    def rank(cut: int) -> tuple[int, int]:
+        """3 where a paragraph ends before the cut, 2 a line, 1 a sentence, 0 none; and of equal ones the later cut."""
+        at = cut - earliest
+        before, last, behind = texts[at - 1] if at else "", texts[at], texts[at + 1]
+        if last.endswith("\n"):
+            return 3 if last.endswith("\n\n") or (last == "\n" and before.endswith("\n")) else 2, cut
+        return int(last.rstrip().endswith(SENTENCE_ENDS) and (last[-1:].isspace() or behind[:1].isspace())), cut
 
-def _ends_paragraph(before: str, last: str, behind: str) -> bool:
-    return last.endswith("\n\n") or (last == "\n" and before.endswith("\n"))
-
-
-def _ends_line(before: str, last: str, behind: str) -> bool:
-    return last.endswith("\n")
-
-
-def _ends_sentence(before: str, last: str, behind: str) -> bool:
-    return last.rstrip().endswith(SENTENCE_ENDS) and (last[-1:].isspace() or behind[:1].isspace())
+    return max(range(earliest, latest + 1), key=rank)
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,8 @@ def layers_asked(target: Target, reads: Reads) -> list[int]:
 
 def fields_of_served(served: StatesIdentity) -> dict[str, Any]:
     """What the manifest says beside `extract.fields_of`."""
-    return {
-        "engine": served.engine,
-        "engine_version": served.version,
-        "engine_quantization": served.quantization,
-    }
+    names = {"engine": "engine", "engine_version": "version", "engine_quantization": "quantization"}
+    return {key: getattr(served, name) for key, name in names.items()}
 
 
 def label_of(output: Path, rank: int = 0) -> str:
@@ -93,9 +90,7 @@ def label_of(output: Path, rank: int = 0) -> str:
     return hashlib.sha256(f"{platform.node()} {output.absolute()} {rank}".encode()).hexdigest()[:16]
 
 
-def check_server(
-    server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None = None
-) -> StatesIdentity:
+def check_server(server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None) -> None:
     """Ask for short rows and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
     log-probabilities that it gives tokens with those that our final norm and output layer give them.
 
@@ -106,7 +101,10 @@ def check_server(
     ids = target.tokenizer(PROBE, add_special_tokens=False)["input_ids"] or [0]
     answer = server.ask(ids)
     served, where = answer.served, f"server {server.url}"
-    weights = digest_of_weights(target.name, revision)
+    try:
+        weights = weights_digest(target.name, revision)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"target {target.name}: {first_line(error)}") from error
     if served.weights != weights:
         theirs, ours = f"{served.target} (weights {served.weights[:12]})", f"{target.name} ({weights[:12]})"
         raise BadInput(f"{where}: serves target {theirs}, not {ours}")
@@ -125,7 +123,6 @@ def check_server(
     beginnings = [ids[:length] for length in range(1, len(ids))][1 - NUM_PROBES :]
     for one in [answer, *map(server.ask, beginnings)]:
         check_post_norm(one, target, where)
-    return served
 
 
 @torch.no_grad()
@@ -145,10 +142,3 @@ def final_norm(target: Target) -> nn.Module:
     if target.final_norm is None:
         raise BadInput(f"target {target.name}: has no final norm under a known name, so its states cannot be served")
     return target.final_norm
-
-
-def digest_of_weights(path: str, revision: str | None) -> str:
-    try:
-        return weights_digest(path, revision)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"target {path}: {first_line(error)}") from error

@@ -50,8 +50,9 @@ def start_target(
     post_norm = start_copy(output.post_norm, post_norm_at, target, storage_dtype)
 
     def rows() -> list[StoredSample]:
-        columns = zip(samples, features_at, features(), post_norm_at, post_norm(), strict=True)
-        return [StoredSample(sample, PackedStates(*states, target.dtype)) for sample, *states in columns]
+        states = zip(features_at, features(), post_norm_at, post_norm(), strict=True)
+        packed = [PackedStates(*of_row, target.dtype) for of_row in states]
+        return [StoredSample(*pair) for pair in zip(samples, packed, strict=True)]
 
     return rows
 

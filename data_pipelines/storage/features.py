@@ -8,12 +8,12 @@ A chain start t is a position whose next two tokens are supervised. The loss rea
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import file_digest
 from typing import Any
 
 import numpy as np
 
 from ...configs.errors import BadInput
+from ...configs.files import sha256_of
 from ...heads.base import DraftHead
 from ...heads.chat.reasoning import template_hash, tokenizer_hash
 from ...heads.loading import config_hash
@@ -91,10 +91,7 @@ def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
 
 def source_record(source: Source) -> dict[str, Any]:
     """A source identified by the contents of its files, or on the hub by its name."""
-    files = []
-    for path in source.files():
-        with path.open("rb") as file:
-            files.append(file_digest(file, "sha256").hexdigest())
+    files = [sha256_of(path) for path in source.files()]
     how = {key: value for key, value in asdict(source).items() if key not in ("source", "name")}
     return {"source": files or source.source, **how}
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...configs.errors import BadInput, first_line
-from ...configs.files import remove, remove_unfinished, write_json
+from ...configs.files import remove, remove_unfinished, sha256_of, write_json
 from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
 
 FORMAT = "headstart shards 1"
@@ -174,8 +174,7 @@ class Shards(Sequence[StoredSample]):
         """Read all shards and compare their checksums. Raises BadInput if a shard is damaged."""
         for shard in self.manifest.shards:
             path = self.folder / shard.file
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = sha256_of(path)
             if digest != shard.sha256:
                 raise BadInput(f"{path}: damaged: sha256 {digest[:12]}..., in the manifest {shard.sha256[:12]}...")
 

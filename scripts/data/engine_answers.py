@@ -135,23 +135,20 @@ class EngineAnswers:
         """The chat template with what the request tells it."""
         return ChatTemplate(self.tokenizer, request.tools, request.told)
 
-    def answer(self, prompt: list[int], tokens: list[int], request: ChatRequest | None = None) -> Answer:
+    def answer(self, prompt: list[int], tokens: list[int], request: ChatRequest) -> Answer:
         """The text of an answer and its ids; reasoning stays in the text, where the answer itself opens it.
 
         Tool calls become structured where the chat template writes them as the target did, see `with_tool_calls`.
-
-        Args: request: None: tool calls stay text.
         """
         text = answer_text(tokens, self.tokenizer, self.target.eos_token_ids)
         message = answer_message(text, self.markers)
         has_ended = bool(tokens) and tokens[-1] in self.target.eos_token_ids
         reason = "stop" if has_ended else "length"
-        if has_ended and request is not None and "reasoning_content" not in message:
+        if has_ended and "reasoning_content" not in message:
             called = with_tool_calls(text, partial(self.rendered, request))
             message, reason = (message, reason) if called is None else (called, "tool_calls")
         ids = AnswerIds(prompt, tokens, self.fingerprint)
-        told = {} if request is None else self.template(request).recorded
-        return Answer(message, reason, len(prompt), len(tokens), ids, told)
+        return Answer(message, reason, len(prompt), len(tokens), ids, self.template(request).recorded)
 
     def rendered(self, request: ChatRequest, answer: list[Message]) -> str:
         """The chat with an answer, as the chat template writes it; without one, up to where it begins."""

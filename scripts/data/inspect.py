@@ -1,9 +1,13 @@
 """`headstart data inspect`: shows rows token by token as training sees them, and how many tokens each segment has."""
 
+from collections import Counter
+from dataclasses import astuple, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...configs.errors import BadInput, printable
 from ..overrides import Overrides
 
 if TYPE_CHECKING:
@@ -39,12 +43,8 @@ def inspect(
     the text would give others. Without colours, supervised runs stand in brackets: «answer», ⟦think⟧. The
     statistics are of the first 1000 rows.
     """
-    from collections import Counter
-    from dataclasses import replace
-
     from rich.text import Text
 
-    from ...configs.errors import BadInput, printable
     from ...configs.terminal import PlainConsole
     from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
     from ...data_pipelines.masks.retokenised import first_retokenised, share_retokenised
@@ -87,7 +87,6 @@ def inspect(
 
 def said_of(places: "list[Place]", tokenizer: Any) -> str:
     """Where tokenising a row's text gives other ids than the target wrote: the tokens of the first such places."""
-    from ...configs.errors import printable
 
     def tokens(ids: list[int]) -> str:
         return "+".join(repr(printable(str(tokenizer.decode([token])))) for token in ids) or "nothing"
@@ -111,11 +110,8 @@ def describe_sample(sample: "Sample") -> str:
 
 def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text":
     """The sample's text, its supervised runs in the colour, or the brackets, of their segment."""
-    from itertools import groupby
-
     from rich.text import Text
 
-    from ...configs.errors import printable
     from ...data_pipelines.storage.samples import SEGMENTS
 
     text = Text()
@@ -133,8 +129,6 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
 
 def print_statistics(samples: "list[Sample]", counts: dict[str, int], console: "Console") -> None:
     """A table of tokens by segment, and what became of the rows."""
-    from dataclasses import astuple
-
     from rich.table import Table
 
     from ...data_pipelines.masks.traces import segment_statistics

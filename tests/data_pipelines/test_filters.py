@@ -32,8 +32,7 @@ def prose(num_words: int) -> str:
 
 
 def reason(data: dict[str, Any], **limits: Any) -> str | None:
-    count = {"count_tokens": lambda text: len(text.split())}
-    return reason_to_drop(read(data), FilterConfig(**limits), **count)
+    return reason_to_drop(read(data), FilterConfig(**limits), lambda text, **_: {"input_ids": text.split()})
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,10 @@ def test_thinking_is_told_to_the_template(engine_answers):
 
 def test_a_trace_that_the_prompt_opens_stands_apart(engine_answers, monkeypatch):
     monkeypatch.setattr(engine_answers, "markers", ("w7", "w8"))
-    message = engine_answers.answer([1, 5, 6, 7], [30, 31, 8, 40, 2]).message
+    request = asked("w3", SamplingConfig())
+    message = engine_answers.answer([1, 5, 6, 7], [30, 31, 8, 40, 2], request).message
     assert message == {"role": "assistant", "content": " w40", "reasoning_content": "w30 w31 "}
-    message = engine_answers.answer([1, 5, 6], [7, 30, 8, 40, 2]).message
+    message = engine_answers.answer([1, 5, 6], [7, 30, 8, 40, 2], request).message
     assert message == {"role": "assistant", "content": "w7 w30 w8 w40"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
 from headstart.data_pipelines.answers.client import answer_of
-from headstart.data_pipelines.answers.conversations import Answer, Failure, SamplingConfig, exchanges
+from headstart.data_pipelines.answers.conversations import Answer, ChatRequest, Failure, SamplingConfig, exchanges
 from headstart.data_pipelines.answers.store import AnswerStore, RunIndex
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.filters import FilterConfig
@@ -208,7 +208,7 @@ def test_special_tokens_stay_in_the_text_and_only_the_end_token_goes(target):
     tokenizer = target.tokenizer
     tool, end = tokenizer.convert_tokens_to_ids([TOOL, "<|im_end|>"])
     new = [tool, *spelled(tokenizer, "hi"), tool, end]
-    answer = EngineAnswers(target).answer([5, 6], new)
+    answer = EngineAnswers(target).answer([5, 6], new, ChatRequest([], None, SAMPLING, 0))
     assert answer.message == {"role": "assistant", "content": f"{TOOL}hi{TOOL}"}
 
 
@@ -245,10 +245,11 @@ def test_ids_beyond_the_tokenizer_are_learnt_and_those_beyond_the_table_refused(
     engine, end = EngineAnswers(target), target.tokenizer.convert_tokens_to_ids("<|im_end|>")
     [exchange] = exchanges(Row({"prompt": "hi"}, "p:1"), SAMPLING, turns="all")
     talk = exchange.talk()
-    prompt, new = engine.prompt(next(talk)), [65, target.vocab_size - 1, end]
+    request = next(talk)
+    prompt, new = engine.prompt(request), [65, target.vocab_size - 1, end]
     assert not isinstance(prompt, Failure)
     with pytest.raises(StopIteration) as ended:
-        talk.send(engine.answer(prompt, new))
+        talk.send(engine.answer(prompt, new, request))
     row = ended.value.value
     assert learnt(encoded(row, target)) == [(prompt, new)]
     with pytest.raises(BadInput, match="outside the target's table"):

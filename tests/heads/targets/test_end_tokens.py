@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from headstart.data_pipelines.answers.conversations import ChatRequest, SamplingConfig
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.stopping import Stop
 from headstart.heads.export.folder import write_ends
@@ -64,7 +65,8 @@ def test_every_source_ends_answers_in_every_path(sources, ends, saved):
     assert Stop.of(target).eos == ends
     if sources.get("template", TEMPLATE):
         for token in ends:
-            answer = EngineAnswers(target).answer([1, 3, 9], [9, 8, token])
+            request = ChatRequest([], None, SamplingConfig(), 0)
+            answer = EngineAnswers(target).answer([1, 3, 9], [9, 8, token], request)
             assert (answer.finish_reason, answer.message["content"]) == ("stop", "w9 w8")
 
 
