@@ -182,8 +182,8 @@ class EngineWorkbench:
         """Rounds, each pass beside baseline steps."""
         drafter, settings = self.drafted(cell)
         check_room(self.target, [cell.context], settings)
-        how = store.picked(cell, "batch_size context steps")
-        timer = TimedCell(self.target, drafter, settings, text=self.text, **how)
+        how = store.picked(cell, "batch_size context")
+        timer = TimedCell(self.target, drafter, settings, MeasureConfig(steps=cell.steps), text=self.text, **how)
         timer.max_length = cell.context + ROOM
         for _ in range(cell.num_passes):
             timer.run(reads_again=cell.batch_size == 1 and cell.context == self.size.context)  # cheap there alone

@@ -182,16 +182,7 @@ class EvalRun:
         record = self.store.get(key, TREE)
         if record is None:
             longest = max(suite.prompts, key=len)
-            measured = verify_cost(
-                self.target,
-                named.drafter,
-                setting,
-                longest,
-                context=len(longest),
-                batch_size=config.batch_size,
-                sampling=config.sampling,
-                steps=config.steps,
-            )
+            measured = verify_cost(self.target, named.drafter, setting, longest, config, context=len(longest))
             record = {"verify_cost": measured}
             self.store.add(key, TREE, record)
         return replace(setting, verify_cost=record["verify_cost"])

@@ -173,7 +173,7 @@ def answerable(target: "Target", suite: "Suite", config: "PlanConfig", budget: "
     from ..eval.plan.accepting import evenly
     from ..eval.plan.budget import fit_texts, probe
 
-    costs = probe(target, None, None, max(suite.prompts, key=len), budget, many=1)
+    costs = probe(target, None, None, max(suite.prompts, key=len), budget, config.measure, many=1)
     number, room, tokens = len(suite.prompts), budget.room("texts"), config.measure.max_new_tokens
     num_prompts, tokens = fit_texts(number, costs, seconds=room, tokens=tokens)
     measure = replace(config.measure, max_new_tokens=tokens)

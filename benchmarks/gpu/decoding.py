@@ -181,7 +181,8 @@ class DecodingWorkbench:
         num_tokens = sum(len(answer) for _, answer in answers)
         seconds = time.perf_counter() - started
         context = round(statistics.median(map(len, prompts)))
-        timer = TimedCell(self.target, None, [], batch_size=rows, context=context, text=prompts[0], steps=cell.steps)
+        config = MeasureConfig(steps=cell.steps)
+        timer = TimedCell(self.target, None, [], config, batch_size=rows, context=context, text=prompts[0])
         timer.run()
         step_ms = timer.baseline.round_ms
         return {

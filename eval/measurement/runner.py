@@ -10,9 +10,7 @@ from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..decoding.engine import Engine
 from ..decoding.loop import Decoding, Generation, check_request
-from ..decoding.sampling import Sampling
 from ..decoding.stopping import Stop
-from ..decoding.verify import AcceptRule
 from .config import MeasureConfig
 from .lossless import Unproved
 from .proof.texts import first_unproved
@@ -23,27 +21,25 @@ def build_engine(
     target: Target,
     drafter: Drafter | None,
     setting: DraftSetting | None,
+    config: MeasureConfig,
     *,
     batch_size: int,
     max_length: int,
-    sampling: Sampling | None = None,
-    accept: str | AcceptRule = "exact",
-    steps: str = "eager",
-    generator: torch.Generator | None = None,
 ) -> Engine:
-    """The engine of a draft setting, or the baseline's if that is None. Args: as for `Engine`."""
+    """The engine of a draft setting, or the baseline's if that is None. Args: config: its own setting is ignored."""
+    drafts = setting or DraftSetting("baseline", 0)
     return Engine(
         target,
         drafter if setting else None,
         batch_size=batch_size,
         max_length=max_length,
-        num_draft_tokens=setting.num_draft_tokens if setting and not setting.tree else None,
-        tree=setting.tree if setting else None,
-        sampling=sampling,
-        accept=accept,
-        steps=steps,
-        generator=generator,
-        verify_cost=setting.verify_cost if setting else None,
+        num_draft_tokens=drafts.num_draft_tokens,
+        tree=drafts.tree,
+        sampling=config.sampling,
+        accept=config.accept,
+        steps=config.steps,
+        generator=torch.Generator(target.device).manual_seed(0) if config.temperature > 0 else None,
+        verify_cost=drafts.verify_cost,
     )
 
 
@@ -60,31 +56,23 @@ class Runner:
         self.target, self.drafter, self.config = target, drafter, config
         self.max_length = max(map(len, prompts), default=0) + config.max_new_tokens
         self.stop = Stop.of(target, strings=config.stop_strings)
-        self.generator = torch.Generator(device=target.device) if config.temperature > 0 else None
         self.engines: dict[int, Engine] = {}
 
     def engine(self, batch_size: int) -> Engine:
         """The engine for batches of that size."""
         if batch_size not in self.engines:
-            config = self.config
+            setting = None if self.drafter is None else self.config.setting_for(self.drafter)
             self.engines[batch_size] = build_engine(
-                self.target,
-                self.drafter,
-                None if self.drafter is None else config.setting_for(self.drafter),
-                batch_size=batch_size,
-                max_length=self.max_length,
-                sampling=config.sampling,
-                accept=config.accept,
-                steps=config.steps,
-                generator=self.generator,
+                self.target, self.drafter, setting, self.config, batch_size=batch_size, max_length=self.max_length
             )
         return self.engines[batch_size]
 
     def begin(self, batch: list[list[int]], seed: int) -> Decoding:
         """Start decoding a batch, without reading it yet. Args: seed: of the sampling at temperature > 0."""
-        if self.generator is not None:
-            self.generator.manual_seed(seed)
-        return Decoding(self.engine(len(batch)), batch, max_new_tokens=self.config.max_new_tokens, stop=self.stop)
+        engine = self.engine(len(batch))
+        if engine.generator is not None:
+            engine.generator.manual_seed(seed)
+        return Decoding(engine, batch, max_new_tokens=self.config.max_new_tokens, stop=self.stop)
 
     def drop(self, batch_size: int) -> None:
         """Drop an engine, which frees its memory."""

@@ -16,8 +16,9 @@ from ..decoding.draft_setting import DraftSetting
 from ..decoding.engine import Engine
 from ..decoding.loop import Texts, prefill, run_round
 from ..decoding.replay import Stopwatch
-from ..decoding.sampling import Sampling
 from ..decoding.stopping import Stop
+from ..decoding.verify import ACCEPT_RULES
+from .config import MeasureConfig
 from .runner import build_engine
 
 NUM_ROUNDS = 8  # timed per cell and pass
@@ -35,9 +36,9 @@ class StepTime:
     context: int
     num_tokens: int  # that the target reads per row
     num_draft_tokens: int
-    draft_ms: float
-    verify_ms: float
-    overhead_ms: float
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    overhead_ms: float = 0.0
     reading_ms: float = 0.0  # the drafter's time for reading the prompts, once per batch
     prefill_ms: float = 0.0  # the target's time for reading the prompts, once per batch
     num_timed: int = 0  # number of rounds behind the medians
@@ -45,12 +46,13 @@ class StepTime:
 
     @classmethod
     def of(
-        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: float = 0, **parts: float
+        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: int = 0, **parts: float
     ) -> "StepTime":
-        """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name."""
-        name, *sizes = (setting.name, setting.num_drafted, setting.num_draft_tokens) if setting else (None, 0, 0)
-        timed = {**parts, "num_timed": round(num_timed)}
-        return cls(name, round(batch_size), round(context), 1 + sizes[0], sizes[1], **timed)
+        """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name, 0 where they are left out."""
+        name, drafted, length = (
+            (setting.name, setting.num_drafted, setting.num_draft_tokens) if setting else (None, 0, 0)
+        )
+        return cls(name, round(batch_size), round(context), 1 + drafted, length, num_timed=num_timed, **parts)
 
     @property
     def round_ms(self) -> float:
@@ -69,12 +71,11 @@ def measure_step_times(
     target: Target,
     drafter: Drafter,
     settings: Sequence[DraftSetting],
+    config: MeasureConfig,
     *,
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
     text: Sequence[int],
-    sampling: Sampling | None = None,
-    steps: str = "eager",
     on_cell: Callable[[], object] = lambda: None,
     num_rounds: int | None = None,
     seconds: float = math.inf,
@@ -82,6 +83,7 @@ def measure_step_times(
     """Time rounds of every setting, and baseline steps, at every batch size and context.
 
     Args:
+        config: how tokens are sampled, and how steps run.
         contexts: tokens of the prompts. text: of the target's domain, to cut them from; repeated where it is short.
         num_rounds: per cell and pass; None: NUM_ROUNDS. seconds: no second pass is begun that would end later.
 
@@ -89,17 +91,7 @@ def measure_step_times(
     """
     check_room(target, contexts, settings)
     cells = [
-        TimedCell(
-            target,
-            drafter,
-            settings,
-            batch_size=size,
-            context=context,
-            text=text,
-            sampling=sampling,
-            steps=steps,
-            num_rounds=num_rounds,
-        )
+        TimedCell(target, drafter, settings, config, batch_size=size, context=context, text=text, num_rounds=num_rounds)
         for size in batch_sizes
         for context in contexts
     ]
@@ -125,17 +117,16 @@ class TimedCell:
         target: Target,
         drafter: Drafter | None,
         settings: Sequence[DraftSetting],
+        config: MeasureConfig,
         *,
         batch_size: int,
         context: int,
         text: Sequence[int],
-        sampling: Sampling | None = None,
-        steps: str = "eager",
         num_rounds: int | None = None,
     ):
         """Args: as those of `measure_step_times`. drafter: None without settings."""
         self.target, self.drafter, self.settings = target, drafter, list(settings)
-        self.sampling, self.steps, self.num_rounds = sampling, steps, num_rounds or NUM_ROUNDS
+        self.config, self.num_rounds = replace(config, accept=ACCEPT_RULES["exact"]), num_rounds or NUM_ROUNDS
         self.rows = [repeated_text(text, row * context, context) for row in range(batch_size)]
         self.max_length = context + max(map(most_new_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
@@ -176,16 +167,8 @@ class TimedCell:
 
     def _decoding(self, setting: DraftSetting | None) -> "TimedRounds":
         if setting not in self.decodings:
-            draws = self.sampling is not None and self.sampling.temperature > 0
             engine = build_engine(
-                self.target,
-                self.drafter if setting else None,
-                setting,
-                batch_size=len(self.rows),
-                max_length=self.max_length,
-                sampling=self.sampling,
-                steps=self.steps,
-                generator=torch.Generator(self.target.device).manual_seed(0) if draws else None,
+                self.target, self.drafter, setting, self.config, batch_size=len(self.rows), max_length=self.max_length
             )
             self.decodings[setting] = TimedRounds(engine, self.rows, setting)
         return self.decodings[setting]

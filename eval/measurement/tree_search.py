@@ -13,8 +13,8 @@ from ...heads.drafting import DynamicTree, StaticTree, Tree
 from ...heads.target import Target
 from ..decoding import generate
 from ..decoding.draft_setting import DraftSetting, chains, draft_length
-from ..decoding.sampling import Sampling
 from ..suites.prompts import Suite
+from .config import MeasureConfig
 from .step_times import interpolate, measure_step_times, most_new_tokens
 
 Accuracies = list[list[float]]  # [depth][rank]: P(the rank-th guess at a depth is right | the path to it is right)
@@ -120,7 +120,8 @@ def costs(
     sizes = sorted({max(1, round(ranks * share)) for share in (0.1, 0.25, 0.5, 1)})
     wide = [DraftSetting(f"{size}", 1, StaticTree(tuple((rank,) for rank in range(size)))) for size in sizes]
     context = min(context, target.max_positions - most_new_tokens(deepest[-1]))
-    times = measure_step_times(target, head, [*deepest, *wide], batch_sizes=[1], contexts=[context], text=text)
+    settings, config = [*deepest, *wide], MeasureConfig()
+    times = measure_step_times(target, head, settings, config, batch_sizes=[1], contexts=[context], text=text)
     verify = sorted({time.num_tokens: time.verify_ms + time.overhead_ms for time in times}.items())
     draft = [(time.num_draft_tokens, time.draft_ms) for time in times[1 : 1 + len(deepest)]]
     return lambda nodes: interpolate(verify, nodes + 1), lambda depth: interpolate(draft, depth)
@@ -131,26 +132,23 @@ def verify_cost(
     drafter: Drafter,
     setting: DraftSetting,
     text: Sequence[int],
+    config: MeasureConfig,
     *,
     context: int,
-    batch_size: int = 1,
-    sampling: Sampling | None = None,
-    steps: str = "eager",
 ) -> float:
     """The cost of verifying one more token of each row, in rounds that draft all tokens of a chain and verify none.
 
-    It is (verification of all drafts - baseline step) / length, relative to such a round, both measured at this
-    sampling: above temperature 0, verifying takes longer per token.
+    It is (verification of all drafts - baseline step) / length, relative to such a round, both measured at the
+    config's batch size and sampling: above temperature 0, verifying takes longer per token.
     """
     plain, drafted = measure_step_times(
         target,
         drafter,
         [setting],
-        batch_sizes=[batch_size],
+        config,
+        batch_sizes=[config.batch_size],
         contexts=[min(context, target.max_positions - most_new_tokens(setting))],
         text=text,
-        sampling=sampling,
-        steps=steps,
     )
     more = max(drafted.verify_ms - plain.verify_ms, 0.0)
     return more / setting.num_draft_tokens / (drafted.round_ms - more)

@@ -14,9 +14,9 @@ from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..decoding.loop import Texts, prefill, run_round
 from ..decoding.replay import Stopwatch
-from ..decoding.sampling import Sampling
 from ..decoding.stopping import Stop
 from ..measurement import step_times
+from ..measurement.config import MeasureConfig
 from ..measurement.runner import build_engine
 
 # the share of the seconds at which each stage must end; unused time goes to later stages
@@ -109,30 +109,19 @@ def probe(
     setting: DraftSetting | None,
     prompt: list[int],
     budget: Budget,
+    config: MeasureConfig,
     *,
     many: int,
-    sampling: Sampling | None = None,
-    steps: str = "eager",
 ) -> Costs:
     """Time a few steps with one row and, if there is time, with `many`; returns zeros if the budget is unlimited."""
     if math.isinf(budget.seconds):
         return Costs()
     room = len(prompt) + 4 * (2 + (setting.num_draft_tokens if setting else 0))
     prompt = prompt[: len(prompt) - max(room - target.max_positions, 0)]
-    generator = torch.Generator(target.device).manual_seed(0) if sampling and sampling.temperature > 0 else None
 
     def timed(rows: int, drafts: DraftSetting | None) -> tuple[float, float, float]:
         watch = Stopwatch(target.device)
-        engine = build_engine(
-            target,
-            drafter,
-            drafts,
-            batch_size=rows,
-            max_length=room,
-            sampling=sampling,
-            steps=steps,
-            generator=generator,
-        )
+        engine = build_engine(target, drafter, drafts, config, batch_size=rows, max_length=room)
         texts = Texts([prompt] * rows, room, Stop(frozenset()))
         marks = [watch.now()]
         state = prefill(engine, texts, watch).state

@@ -82,10 +82,8 @@ def measured_cells(
             part = full if count == len(full.prompts) else suite.subset(evenly(len(suite.prompts), count))
             how = replace(config, batch_size=size, num_repeats=check.num_repeats)
             contenders = [Contender(name, drafter, cell.setting) for cell in check.cells]
-            for cell, (result, _) in zip(check.cells, measure_all(target, contenders, part, how), strict=True):
-                speedup, interval = result.speedup, result.speedup_ci95
-                measured = {"measured_speedup": speedup, "measured_ci95": interval, "num_timed": result.num_timed}
-                checked.append(replace(cell, **measured))
+            results = measure_all(target, contenders, part, how)
+            checked += [cell.measured(result) for cell, (result, _) in zip(check.cells, results, strict=True)]
         for _ in here:
             on_cell()
     return checked

@@ -16,6 +16,7 @@ from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..measurement.bandwidth import key_bytes, weight_bytes
+from ..measurement.config import MeasureConfig
 from ..measurement.runner import build_engine
 from ..measurement.step_times import StepTime
 
@@ -126,7 +127,6 @@ class ProfileTimes:
             draft_ms=(self.draft_share[setting.name] if setting else 0.0) * forward(batch_size, 0.0),
             verify_ms=forward(batch_size * num_tokens, batch_size * context),
             overhead_ms=self.profile.overhead_ms,
-            reading_ms=0.0,
             prefill_ms=forward(batch_size * context, 0.0),
         )
 
@@ -144,7 +144,7 @@ def times_on(
 @torch.no_grad()
 def forward_operations(target: Target) -> int:
     """Floating-point operations of a forward of one token, its logits included; behind one token of context."""
-    engine = build_engine(target, None, None, batch_size=1, max_length=8)
+    engine = build_engine(target, None, None, MeasureConfig(), batch_size=1, max_length=8)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     return operations(lambda: engine.prefill(tokens, torch.ones_like(tokens[0])))
 
@@ -154,7 +154,7 @@ def draft_operations(target: Target, drafter: Drafter, setting: DraftSetting) ->
     """Floating-point operations of one round's drafting of one row, what was committed read first."""
     if drafter.on_host:
         return 0
-    engine = build_engine(target, drafter, setting, batch_size=1, max_length=8)
+    engine = build_engine(target, drafter, setting, MeasureConfig(), batch_size=1, max_length=8)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     output, last = engine.prefill(tokens, torch.ones_like(tokens[0]))
     read = engine.commit_prompts(Reading(tokens, last, output, torch.zeros_like(tokens[0]), torch.ones_like(tokens[0])))

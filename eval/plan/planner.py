@@ -82,9 +82,8 @@ class Planner:
             chains(self.drafter, self.config.lengths)[-1],
             max(self.suite.prompts, key=len),
             self.budget,
+            self.config.measure,
             many=max(self.config.batch_sizes),
-            sampling=self.config.measure.sampling,
-            steps=self.config.measure.steps,
         )
         accepted, scope = self.accept(self.settings(costs), Scope(self.suite, self.config, costs))
         watched = self.watch(accepted, scope)
@@ -227,11 +226,10 @@ class Planner:
             self.target,
             self.drafter,
             timed,
+            config.measure,
             batch_sizes=timing.batch_sizes,
             contexts=timing.contexts,
             text=[token for prompt in scope.suite.prompts for token in prompt],
-            sampling=config.measure.sampling,
-            steps=config.measure.steps,
             on_cell=tick,
             num_rounds=timing.num_rounds,
             seconds=left,
@@ -240,11 +238,16 @@ class Planner:
         return times, scope
 
     def check(self, cells: Sequence[Cell], scope: Scope) -> list[Cell]:
-        """The cells, those that are chosen decoded in earnest, interleaved with the baseline."""
+        """The cells, with what was measured of those that are chosen."""
         decoded = [cell for cell in cells if cell.load == "prompts"]
         chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[scope.config.check]
+        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in self.measured(chosen, scope)}
+        return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
+
+    def measured(self, chosen: Sequence[Cell], scope: Scope) -> list[Cell]:
+        """Those of the cells that there is time for, decoded in earnest, interleaved with the baseline."""
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        checked = measured_cells(
+        cells = measured_cells(
             self.target,
             self.drafter,
             scope.suite,
@@ -256,8 +259,7 @@ class Planner:
             on_cell=tick,
         )
         tick()
-        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in checked}
-        return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
+        return cells
 
 
 def is_shaped(tree: str) -> bool:

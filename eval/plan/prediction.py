@@ -1,12 +1,13 @@
 """Predicting the speedup of each setting at each batch size from its acceptance and the duration of its rounds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Protocol
 
 from ..decoding.draft_setting import DraftSetting
 from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
+from ..measurement.result import Result
 from ..measurement.step_times import StepTime
 from ..suites.prompts import full_batches
 
@@ -75,11 +76,6 @@ class Cell:
     num_timed: int | None = None  # prompts, or batches, that the interval is over
 
     @property
-    def speedup(self) -> float:
-        """The measured one where there is one."""
-        return self.measured_speedup or self.predicted_speedup
-
-    @property
     def proved_speedup(self) -> float | None:
         """The lower end of the measured interval; None if there is none, or it is over too few to hold."""
         return self.measured_ci95[0] if (self.num_timed or 0) >= LEAST_TIMED else None
@@ -87,7 +83,13 @@ class Cell:
     @property
     def assured_speedup(self) -> float:
         """The speedup that choices are based on: the proved one, else the measured, else the predicted."""
-        return self.speedup if self.proved_speedup is None else self.proved_speedup
+        best_known = self.measured_speedup or self.predicted_speedup
+        return best_known if self.proved_speedup is None else self.proved_speedup
+
+    def measured(self, result: Result) -> "Cell":
+        """With what came out when it was measured."""
+        speedup, interval = result.speedup, result.speedup_ci95
+        return replace(self, measured_speedup=speedup, measured_ci95=interval, num_timed=result.num_timed)
 
     def to_json(self) -> dict[str, Any]:
         setting = {

@@ -18,7 +18,7 @@ from .accepting import evenly
 from .budget import ENDS, FEWEST_TOKENS, SAFETY
 from .document import Plan
 from .planner import Planner, Scope, at_doublings
-from .prediction import MOST_FINALISTS, Accepted, Cell, shortlist
+from .prediction import MOST_FINALISTS, Accepted, Cell
 
 
 def exported_files(folder: Path, binary: Path | None, args: str) -> ServerFiles:
@@ -80,43 +80,24 @@ class ServedPlanner(Planner):
         if not all(bases) or not all(result.num_rounds for result in results):
             raise BadInput("--prompts: llama-server's answers end too early to be timed")
         step, context = statistics.median(bases), scope.workload.context
-        times = [StepTime.of(None, batch_size=1, context=context, verify_ms=step, draft_ms=0.0, overhead_ms=0.0)]
+        times = [StepTime.of(None, batch_size=1, context=context, verify_ms=step)]
         for setting, result, base in zip(timed, results, bases, strict=True):
             per_round = (result.time_per_output_token_ms or 0.0) * result.num_committed / result.num_rounds
-            times.append(
-                StepTime.of(
-                    setting,
-                    batch_size=1,
-                    context=context,
-                    num_timed=result.num_rounds,
-                    verify_ms=per_round * step / base,  # in baseline steps beside it
-                    draft_ms=0.0,
-                    overhead_ms=0.0,
-                )
-            )
+            how = {"num_timed": result.num_rounds, "verify_ms": per_round * step / base}  # in baseline steps beside it
+            times.append(StepTime.of(setting, batch_size=1, context=context, **how))
         return times, scope
 
-    def check(self, cells: Sequence[Cell], scope: Scope) -> list[Cell]:
-        """The cells, those that are chosen timed in llama-server, by turns with its plain decoding."""
-        chosen = {"all": list(cells), "advice": shortlist(cells), "none": []}[scope.config.check]
+    def measured(self, chosen: Sequence[Cell], scope: Scope) -> list[Cell]:
+        """The most promising cells, as many as there is time for, in llama-server by turns with its plain decoding."""
         repeats, num_prompts = scope.config.measure.num_repeats, len(scope.suite.prompts)
         room, per_prompt = self.budget.room("check"), 2 * repeats * answer_seconds(scope)
         if chosen and room < per_prompt * len(chosen) * num_prompts:
-            chosen.sort(key=lambda cell: -cell.predicted_speedup)
+            chosen = sorted(chosen, key=lambda cell: -cell.predicted_speedup)
             fits = int(room / per_prompt / num_prompts)
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
         results = self.serve([cell.setting for cell in chosen], scope, repeats=repeats) if chosen else []
-        checked = {
-            cell.setting: replace(
-                cell,
-                measured_speedup=result.speedup,
-                measured_ci95=result.speedup_ci95,
-                num_timed=result.num_timed,
-            )
-            for cell, result in zip(chosen, results, strict=True)
-        }
-        return [checked.get(cell.setting, cell) for cell in cells]
+        return [cell.measured(result) for cell, result in zip(chosen, results, strict=True)]
 
     def serve(self, settings: Sequence[DraftSetting], scope: Scope, *, repeats: int) -> list[Result]:
         """Each setting on all prompts."""

@@ -18,6 +18,7 @@ from ...configs.loader import build
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.replay import default_steps
 from ...eval.drafters.synthetic import expected_length
+from ...eval.measurement.config import MeasureConfig
 from ...eval.measurement.metrics import LEAST_TIMED
 from ...eval.measurement.step_times import StepTable, StepTime, TimedCell, repeated_text
 from ...eval.plan.prediction import steady_speedup
@@ -145,7 +146,7 @@ def timed_cell(
 ) -> TimedCell:
     """What times baseline steps, and rounds of a head, for this workload."""
     how = {"batch_size": work.batch_size, "context": work.context, "text": work.text}
-    return TimedCell(target, head, list(settings), **how, steps=default_steps(target.device))
+    return TimedCell(target, head, list(settings), MeasureConfig(steps=default_steps(target.device)), **how)
 
 
 def busy_rows(load: float, num_tokens: int, step_ms: Callable[[int], float]) -> tuple[int, bool]:
@@ -239,7 +240,7 @@ def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) ->
     """
 
     def time_of(setting: DraftSetting | None, steps: float) -> StepTime:  # a baseline step takes 1 ms
-        return StepTime.of(setting, batch_size=1, context=0, draft_ms=0.0, verify_ms=steps, overhead_ms=0.0)
+        return StepTime.of(setting, batch_size=1, context=0, verify_ms=steps)
 
     drafted = [time_of(chain(cost.num_draft_tokens), cost.steps) for cost in costs]
     times, known = StepTable((time_of(None, 1.0), *drafted)), [rate or 0.0 for rate in rates]

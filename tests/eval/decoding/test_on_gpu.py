@@ -14,6 +14,7 @@ from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.metrics import acceptance
 from headstart.eval.measurement.step_times import TimedCell
 from headstart.heads.base import DraftBatch
@@ -164,7 +165,8 @@ def test_a_captured_graph_draws_from_the_generator(head_type, tree, on_gpu):
 def test_captured_rounds_are_timed_again_and_again(on_gpu):
     """Of a head, and of drafts that cost nothing; the prompts are read once, and again where asked."""
     for drafter in (build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval(), BlankDrafter()):
-        cell = TimedCell(on_gpu, drafter, chains(drafter, [3]), batch_size=2, context=8, text=PROMPTS[1], steps="graph")
+        settings, config = chains(drafter, [3]), MeasureConfig(steps="graph")
+        cell = TimedCell(on_gpu, drafter, settings, config, batch_size=2, context=8, text=PROMPTS[1])
         for reads_again in (False, False, True):
             cell.run(reads_again=reads_again)
         assert cell.baseline.round_ms > 0

@@ -17,6 +17,7 @@ from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.drafters.synthetic import BlankDrafter
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.step_times import TimedCell
 from headstart.heads.decoders.state_cache import StateLayer
 from headstart.heads.drafting import DynamicTree
@@ -159,7 +160,8 @@ def test_rows_join_and_leave_a_running_batch(drafter, hybrid):
 def test_rounds_are_timed_in_several_passes(hybrid):
     """Each from the prompts on: a state cannot go back to where an earlier pass began."""
     target, _ = hybrid
-    cell = TimedCell(target, BlankDrafter(), [DraftSetting("K 3", 3)], batch_size=2, context=6, text=PROMPTS[1])
+    settings, config = [DraftSetting("K 3", 3)], MeasureConfig()
+    cell = TimedCell(target, BlankDrafter(), settings, config, batch_size=2, context=6, text=PROMPTS[1])
     for _ in range(2):
         cell.run()
     assert len(cell.plain) == 4 and cell.rounds[0].verify_ms > 0

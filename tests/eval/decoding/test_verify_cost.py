@@ -9,7 +9,6 @@ from headstart.eval.decoding import replay
 from headstart.eval.decoding.draft_setting import DraftSetting, chain
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
-from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.decoding.verify import ACCEPT_RULES
 from headstart.eval.measurement import step_times
@@ -197,7 +196,7 @@ def test_a_report_says_how_many_drafts_were_verified_and_how_true_the_estimates_
 
 
 def test_the_cost_of_a_token_is_measured(target):
-    assert 0 <= verify_cost(target, block(target), chain(4), [1, 5, 9, 11], context=4) < 1
+    assert 0 <= verify_cost(target, block(target), chain(4), [1, 5, 9, 11], MeasureConfig(), context=4) < 1
 
 
 def test_the_cost_of_a_token_is_of_the_setting_and_the_sampling_that_are_evaluated(target, monkeypatch):
@@ -205,11 +204,11 @@ def test_the_cost_of_a_token_is_of_the_setting_and_the_sampling_that_are_evaluat
     engines = []
     build = step_times.build_engine
     monkeypatch.setattr(
-        step_times, "build_engine", lambda *args, **how: engines.append((args[2], how)) or build(*args, **how)
+        step_times, "build_engine", lambda *args, **how: engines.append((args[2], args[3])) or build(*args, **how)
     )
-    setting, sampling = DraftSetting("sampled-chain", 3, sampled_chain(3)), Sampling(temperature=0.7)
-    verify_cost(target, block(target), setting, [1, 5, 9, 11], context=4, sampling=sampling)
-    assert {(one, how["sampling"]) for one, how in engines} == {(None, sampling), (setting, sampling)}
+    setting, config = DraftSetting("sampled-chain", 3, sampled_chain(3)), MeasureConfig(temperature=0.7)
+    verify_cost(target, block(target), setting, [1, 5, 9, 11], config, context=4)
+    assert {(one, how.sampling) for one, how in engines} == {(None, config.sampling), (setting, config.sampling)}
 
 
 @pytest.mark.parametrize("tree", [None, sampled_chain(3)], ids=["best guesses", "draws"])

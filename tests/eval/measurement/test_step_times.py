@@ -6,6 +6,7 @@ from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement import step_times
+from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.step_times import (
     NUM_ROUNDS,
     StepTable,
@@ -55,7 +56,8 @@ def test_every_cell_is_timed(target, drafter, monkeypatch):
     if drafter != "ngram":
         head = build_head(HEADS[drafter].config_class(type=drafter), target, seed=1).eval()
     settings = [*chains(head, (1, 3)), *([TREE] if drafter != "ngram" else [])]
-    times = measure_step_times(target, head, settings, batch_sizes=(1, 3), contexts=(4, 9), text=[1, 5, 9, 11])
+    where = {"batch_sizes": (1, 3), "contexts": (4, 9), "text": [1, 5, 9, 11]}
+    times = measure_step_times(target, head, settings, MeasureConfig(), **where)
     assert {(one.setting, one.batch_size, one.context) for one in times} == {
         (name, size, context)
         for name in (None, *(one.name for one in settings))
@@ -79,7 +81,8 @@ def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch
 
     monkeypatch.setattr(step_times, "run_round", counted)
     monkeypatch.setattr(step_times, "prefill", lambda *arguments: prefills.append(1) or prefill(*arguments))
-    cell = TimedCell(target, drafter, [DraftSetting("K 3", 3)], batch_size=1, context=4, text=[1, 5, 9, 11])
+    settings, text = [DraftSetting("K 3", 3)], [1, 5, 9, 11]
+    cell = TimedCell(target, drafter, settings, MeasureConfig(), batch_size=1, context=4, text=text)
     cell.run()
     cell.run()
     assert len(prefills) == 2, "the baseline's and the drafter's engine"
@@ -92,7 +95,7 @@ def test_passes_run_the_same_rounds_behind_prompts_read_once(target, monkeypatch
 
 def test_a_context_without_room_for_the_timed_rounds_is_refused(target):
     with pytest.raises(BadInput, match=r"context 250: with \d+ tokens for timed rounds it exceeds the target's 256"):
-        measure_step_times(target, NgramDrafter(), [], batch_sizes=(1,), contexts=(250,), text=[1])
+        measure_step_times(target, NgramDrafter(), [], MeasureConfig(), batch_sizes=(1,), contexts=(250,), text=[1])
 
 
 def test_prompts_are_cut_from_a_text_round_and_round():

@@ -79,7 +79,7 @@ def test_the_seconds_hold_for_any_target(forward_seconds, target, monkeypatch):
 
 
 def test_without_a_limit_everything_is_done(target, monkeypatch):
-    assert probe(target, NgramDrafter(), None, [1, 2], Budget(), many=4) == Costs()
+    assert probe(target, NgramDrafter(), None, [1, 2], Budget(), MeasureConfig(), many=4) == Costs()
     settings = chains(NgramDrafter(), range(1, 9))
     assert fit_sample(settings, Costs(), seconds=math.inf, tokens=128, rows=16).settings == settings
     assert fit_texts(32, Costs(), seconds=math.inf, tokens=128) == (32, 128)
