@@ -18,7 +18,11 @@ class Side:
     @property
     def rounds(self) -> list[Round]:
         """Of all runs, without the prefills."""
-        return [round_ for run in self.runs for round_ in run.rounds[1:]]
+        return self.rounds_of(len(self.runs))
+
+    def rounds_of(self, num_runs: int) -> list[Round]:
+        """Of the first runs, without the prefills."""
+        return [round_ for run in self.runs[:num_runs] for round_ in run.rounds[1:]]
 
     @property
     def prefill_seconds(self) -> float:

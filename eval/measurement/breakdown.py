@@ -96,11 +96,10 @@ def parts(
     """
     names = [[part_of_source(source) for source in batch.suite.sources] for batch in batches]
     of_prompt = {source.number: part_of_source(source) for batch in batches for source in batch.suite.sources}
-
-    def label(source: PromptSource, _: Sequence[int]) -> Callable[[int], str]:
-        return lambda _: part_of_source(source)
-
-    counted, by_name = acceptance_by(batches, label, num_draft_tokens=num_draft_tokens), {}
+    counted = acceptance_by(
+        batches, lambda source, _: lambda _: part_of_source(source), num_draft_tokens=num_draft_tokens
+    )
+    by_name = {}
     for name, num_prompts in Counter(of_prompt.values()).items():
         seconds = timed_seconds(batch for batch, own in zip(batches, names, strict=True) if set(own) == {name})
         speedup, interval = speedup_of(seconds if len(seconds) > 1 else [])

@@ -69,14 +69,16 @@ class AcceptancePart:
     acceptance_rate: list[float | None]  # by draft position, conditional
 
 
-def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int) -> Acceptance:
-    """Count the rounds of one or more generations; prefills (nothing drafted) are left out."""
+def acceptance(rounds: Iterable[Round], *, num_draft_tokens: int, rows: Sequence[bool] | None = None) -> Acceptance:
+    """Count the rounds of one or more generations; prefills (nothing drafted) are left out.
+
+    Args: rows: whether each row of the batch counts; None: all do."""
     counted = Acceptance.nothing(num_draft_tokens)
     for round_ in rounds:
         if round_.num_drafted == 0:
             continue
-        for accepted, committed, offered in row_counts(round_):
-            if committed:
+        for row, (accepted, committed, offered) in enumerate(row_counts(round_)):
+            if committed and (rows is None or rows[row]):
                 counted.add(accepted, committed, offered)
     return counted
 

@@ -75,7 +75,7 @@ class Sides:
 
     def decode(self, number: int, batch: Suite) -> Record:
         """Of each side on a batch its runs and what others took of the processor meanwhile, or why it failed."""
-        once = partial(all_sides, self.runners, batch.prompts, self.config, number=number)
+        once = partial(self.decode_once, number, batch)
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
         self.most_again -= num_again > 0
         return {
@@ -84,6 +84,22 @@ class Sides:
             "num_again": num_again,
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
         }
+
+    def decode_once(self, number: int, batch: Suite) -> list[Side | Exception]:
+        """All repeats of each side on a batch; its exception if it failed. Raises: the baseline's exception."""
+        sides = [Side() for _ in self.runners]
+        errors: dict[int, Exception] = {}
+        for repeat in range(self.config.num_repeats):
+            seed, first = pass_seed(self.config.seed, number, repeat), (number + repeat) % len(sides)
+            for i, turn in enumerate(decode_by_turns(self.runners, batch.prompts, seed, first=first)):
+                if turn.error is not None or turn.decoding is None:
+                    errors.setdefault(i, turn.error or RuntimeError("nothing was decoded"))
+                    continue
+                sides[i].runs.append(turn.decoding.generation)
+                sides[i].others.append(turn.meter.others())
+        if 0 in errors:
+            raise errors[0]
+        return [errors.get(i, side) for i, side in enumerate(sides)]
 
 
 def sides_in(record: Record) -> list[Side | None]:
@@ -183,28 +199,6 @@ def decode_by_turns(runners: Sequence[Runner], prompts: list[list[int]], seed: i
             turn.decode(num_new)
         order.reverse()
     return turns
-
-
-def all_sides(
-    runners: Sequence[Runner], prompts: list[list[int]], config: MeasureConfig, *, number: int
-) -> list[Side | Exception]:
-    """All repeats of the baseline, which comes first, and of every contender; its exception if one failed.
-
-    Raises: the baseline's exception, if it failed.
-    """
-    sides = [Side() for _ in runners]
-    errors: dict[int, Exception] = {}
-    for repeat in range(config.num_repeats):
-        seed, first = pass_seed(config.seed, number, repeat), (number + repeat) % len(runners)
-        for i, turn in enumerate(decode_by_turns(runners, prompts, seed, first=first)):
-            if turn.error is not None or turn.decoding is None:
-                errors.setdefault(i, turn.error or RuntimeError("nothing was decoded"))
-                continue
-            sides[i].runs.append(turn.decoding.generation)
-            sides[i].others.append(turn.meter.others())
-    if 0 in errors:
-        raise errors[0]
-    return [errors.get(i, side) for i, side in enumerate(sides)]
 
 
 def least_disturbed(

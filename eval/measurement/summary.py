@@ -35,7 +35,6 @@ from .metrics import (
     conventions,
     ratio_and_interval,
     rounded,
-    row_counts,
     speedup_of,
 )
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
@@ -51,10 +50,8 @@ def unmeasured(
     *,
     engine: str,
     drafter: str,
-    num_prompts: int,
-    failed: list[FailedPrompt],
 ) -> Result:
-    """A result without figures, only with what is measured and how. Args: num_prompts: that were decoded."""
+    """A result without figures, only with what is measured and how. Args: suite: with the prompts that were decoded."""
     return Result(
         engine=engine,
         drafter=drafter,
@@ -77,8 +74,8 @@ def unmeasured(
         batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,
         verify_cost=setting.verify_cost,
-        num_prompts=num_prompts,
-        failed=failed,
+        num_prompts=len(suite.prompts),
+        failed=suite.failed,
         max_new_tokens=config.max_new_tokens,
         num_repeats=config.num_repeats,
     )
@@ -103,20 +100,13 @@ def result_of(
     """The result of a contender's batches, with its texts checked."""
     drafter, setting, training = contender.drafter, contender.setting, contender.training
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
-    empty = unmeasured(
-        suite,
-        config,
-        setting,
-        engine=ENGINE,
-        drafter=contender.name,
-        num_prompts=len(prompts),
-        failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
-    )
+    empty = unmeasured(suite, config, setting, engine=ENGINE, drafter=contender.name)
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
     is_greedy = config.temperature == 0
     return replace(
         with_figures(empty, target, batches),
+        failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
         step_medians=step_medians(batches, num_draft_tokens=length),
         disturbance=disturbance(batches),
         draft_vocabulary=vocabulary_coverage(drafter, batches),
@@ -139,8 +129,8 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     """The result with all figures that follow from the rounds."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
     counted_runs = 1 if result.temperature == 0 else result.num_repeats
-    runs = [run for batch in batches for run in batch.drafted.runs[:counted_runs]]
-    counted = acceptance((round_ for run in runs for round_ in run.rounds), num_draft_tokens=result.num_draft_tokens)
+    rounds = [round_ for batch in batches for round_ in batch.drafted.rounds_of(counted_runs)]
+    counted = acceptance(rounds, num_draft_tokens=result.num_draft_tokens)
     # seconds per token and prompt, weighted by the tokens that speculation emitted: equal tokens on both sides
     num_decoded = sum(batch.drafted.decode_tokens for batch in batches)
     base_seconds = sum(batch.seconds[0] for batch in batches)
@@ -154,14 +144,16 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         with_speedup(result, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
         num_prompts=len({number for batch in batches for number in batch.numbers}),
         num_chats=len({source.first for batch in batches for source in batch.suite.sources}),
-        num_tokens=sum(len(row) for run in runs for row in run.token_ids),
+        num_tokens=sum(
+            len(row) for batch in batches for run in batch.drafted.runs[:counted_runs] for row in run.token_ids
+        ),
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
         acceptance_length=length,
         acceptance_length_ci95=interval_of_lengths(seen),
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
-        calibration=calibration(round_ for run in runs for round_ in run.rounds),
+        calibration=calibration(rounds),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
         observations=seen,
@@ -225,10 +217,7 @@ def without_loops(
         return None
     counted = Acceptance.nothing(num_draft_tokens)
     for batch, rows in zip(batches, not_looping, strict=True):
-        for round_ in (round_ for run in batch.drafted.runs[:counted_runs] for round_ in run.rounds[1:]):
-            for is_kept, (accepted, committed, offered) in zip(rows, row_counts(round_), strict=True):
-                if is_kept and committed:
-                    counted.add(accepted, committed, offered)
+        counted += acceptance(batch.drafted.rounds_of(counted_runs), num_draft_tokens=num_draft_tokens, rows=rows)
     seconds = timed_seconds(batch for batch, rows in zip(batches, not_looping, strict=True) if all(rows))
     speedup, interval = speedup_of(seconds)
     prompts = {text.prompt for rows in texts for text in rows if not text.is_looping}
@@ -239,7 +228,7 @@ def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_dra
     """Of each of `timed_units` what the intervals are computed from."""
     seen = []
     for unit in timed_units(batches):
-        rounds = (round_ for batch in unit for run in batch.drafted.runs[:counted_runs] for round_ in run.rounds)
+        rounds = (round_ for batch in unit for round_ in batch.drafted.rounds_of(counted_runs))
         counted = acceptance(rounds, num_draft_tokens=num_draft_tokens)
         numbers = sorted(number for batch in unit for number in batch.numbers)
         seen.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))

@@ -267,15 +267,7 @@ def result_of(
         return rounded(1000 * sum(seconds) / config.num_repeats / timed_tokens, 3) if seconds else None
 
     assert config.setting is not None
-    empty = unmeasured(
-        suite,
-        config,
-        config.setting,
-        engine=engine,
-        drafter=name,
-        num_prompts=len(suite.prompts),
-        failed=suite.failed,
-    )
+    empty = unmeasured(suite, config, config.setting, engine=engine, drafter=name)
     result = with_speedup(empty, list(zip(base_seconds, their_seconds, strict=True)))
     over_theirs, over_theirs_interval = speedup_of(list(zip(their_seconds, our_seconds, strict=True)))
     return replace(

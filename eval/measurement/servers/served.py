@@ -57,14 +57,6 @@ def decode_seconds(answers: Sequence[ServerAnswer]) -> float:
     return sum(answer.decode_ms for answer in answers) / 1000
 
 
-@dataclass(frozen=True)
-class ServedDrafter:
-    """Identifies a head in the key of its stored measurement."""
-
-    command: str
-    changed: tuple[float, ...]  # modification times of the files that it reads
-
-
 def measure_served(
     target: Target,
     files: ServerFiles,
@@ -84,14 +76,13 @@ def measure_served(
     if files.looks_up and list(lengths) != [MOST_DRAFTED]:
         raise BadInput(f"--num-draft-tokens: llama-server looks up at most {MOST_DRAFTED} tokens, as it decides")
     max_length = max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM
-    results = []
+    name, results = files.head.name if files.head else "none", []
+    changed = [str(path.stat().st_mtime) for path in files.read]  # so that other files are measured anew
     with LlamaServer(files.command(max_length=max_length)) as plain:
         for length in lengths:
             command = files.command(max_length=max_length, num_draft_tokens=length)
             config = replace(config, setting=chain(length))
-            drafter = ServedDrafter(" ".join(command), tuple(path.stat().st_mtime for path in files.read))
-            name = files.head.name if files.head else "none"
-            stored = kept_in(store, target, drafter, suite, config, name=name, engine=SERVER)
+            stored = kept_in(store, target, None, suite, config, name=name, engine=" ".join([*command, *changed]))
             per_round = 0 if files.looks_up else length
             with ExitStack() as stack:
                 afresh = partial(answer_afresh, command)
@@ -159,11 +150,9 @@ def result_of(
 
     Args: per_round: tokens drafted in every round; 0: varying.
     """
-    setting, num_prompts = config.setting, len(suite.prompts)
+    setting = config.setting
     assert setting is not None
-    empty = unmeasured(
-        suite, config, setting, engine=SERVER, drafter=name, num_prompts=num_prompts, failed=suite.failed
-    )
+    empty = unmeasured(suite, config, setting, engine=SERVER, drafter=name)
     if not served:
         return empty
     firsts, length = [one.drafted[0] for one in served], setting.num_draft_tokens

@@ -38,7 +38,7 @@ def tiny_target(tiny_target):
 
 def result(used: Bandwidth) -> Result:
     suite, config = Suite("one", [[1]]), MeasureConfig()
-    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="ngram", num_prompts=1, failed=[])
+    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="ngram")
     return replace(empty, baseline_bandwidth=used)
 
 

@@ -119,7 +119,7 @@ def test_contexts_are_longer_than_training_rows_or_not():
 
 def test_contexts_beyond_training_are_told_on_stderr():
     suite, config = Suite("code", [[1]] * 2), MeasureConfig(batch_size=2)
-    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="eagle3", num_prompts=2, failed=[])
+    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="eagle3")
     trained = replace(empty, trained=RecordedTraining({}, max_length=2047))
     assert training_warnings([replace(trained, beyond_training=BeyondTraining(30, 1.0, 3.0)), trained]) == [
         "eagle3 on code, batch 2: contexts longer than its training rows (2,047 tokens): acceptance length 1.00, "

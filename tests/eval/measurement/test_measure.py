@@ -81,7 +81,7 @@ def test_the_figures_follow_from_the_observations(head, target):
 def test_percentiles_are_those_of_single_prompts():
     """Speedups 1, 2, 3, 4 and 10: the tenth percentile lies four tenths of the way from the first to the second."""
     suite, config = Suite("three", PROMPTS), MeasureConfig()
-    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="tiny", num_prompts=3, failed=[])
+    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="tiny")
 
     def percentiles(*timed):
         result = with_speedup(empty, timed)
