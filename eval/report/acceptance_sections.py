@@ -6,8 +6,8 @@ from dataclasses import astuple
 from ..measurement.metrics import AcceptancePart
 from ..measurement.result import DomainPart, FixedTreeShape, Result
 from .charts import Bar, Series, bar_chart, line_chart, tree_chart
-from .one_result import grouped, interval_of, label, number, ratio_words, setting_of, speedup_words
-from .sections import Figure, Section, by_suite, name_of
+from .one_result import grouped, interval_of, label, name_of, number, ratio_words, setting_of, speedup_words
+from .sections import Figure, Section, by_suite
 
 
 def once_per_batch_size(results: Sequence[Result]) -> list[Result]:
@@ -70,21 +70,9 @@ def leading_number(name: str) -> int:
     return int(first) if first.isdecimal() else -1
 
 
-def domains_section(ours: Sequence[Result]) -> Section:
-    """Length and speedup of each domain, where a suite has several."""
-    return parts_section("domains", "domain", ours, lambda result: result.by_domain)
-
-
-def turns_section(ours: Sequence[Result]) -> Section:
-    """Length and speedup of first turns, second turns, ..., where a suite's chats have several."""
-    return parts_section("turns", "turn", ours, lambda result: result.by_turn)
-
-
-def parts_section(
-    name: str, what: str, ours: Sequence[Result], parts_of: Callable[[Result], dict[str, DomainPart]]
-) -> Section:
-    """Length and speedup of each part of a suite's prompts, where there are several."""
-    section = Section(name)
+def parts_section(what: str, ours: Sequence[Result], parts_of: Callable[[Result], dict[str, DomainPart]]) -> Section:
+    """Length and speedup of each part of a suite's prompts, where there are several. Args: what: domain or turn."""
+    section = Section(f"{what}s")
     parted = [result for result in ours if len(parts_of(result)) > 1]
     for result in once_per_batch_size(parted):
         where, parts = f"{name_of(result)}, {result.suite}", parts_of(result).items()
@@ -107,7 +95,7 @@ def parts_section(
             for one, part in parts_of(result).items()
         ]
         columns = ["setting", what, "prompts", "length", "speedup [95 %]"]
-        section.add_table(f"{name.capitalize()} of {suite}", columns, rows)
+        section.add_table(f"{what.capitalize()}s of {suite}", columns, rows)
     return section
 
 
@@ -125,8 +113,7 @@ def trees_section(ours: Sequence[Result]) -> Section:
         elif shape:
             rows.append([settings, str(shape.num_nodes), str(shape.depth), str(shape.top_k)])
     columns = ["setting", "nodes verified", "depth", "nodes expanded per level"]
-    section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
-    return section
+    return section.add_table("Dynamic trees: another shape in every round", columns, rows, 1)
 
 
 def confidence_section(ours: Sequence[Result]) -> Section:
@@ -150,26 +137,22 @@ def confidence_section(ours: Sequence[Result]) -> Section:
             words = [number(figure, 3) for figure in figures]
             rows.append([name_of(result), result.suite, str(k + 1), str(slot.num_drafts), *words])
     columns = ["setting", "suite", "position", "drafts", "estimated", "accepted", "error", "by chance"]
-    section.add_table("Calibration error of the estimates by draft position", columns, rows, 3)
-    return section
+    return section.add_table("Calibration error of the estimates by draft position", columns, rows, 3)
 
 
 def forced_section(ours: Sequence[Result]) -> Section:
     """Teacher-forced against decoded acceptance lengths."""
-    section = Section("teacher-forced")
     rows = []
     for result in once_per_batch_size(ours):
         forced, decoded = result.teacher_forced_acceptance_length, result.acceptance_length
         if forced is not None and decoded is not None:
             rows.append([name_of(result), result.suite, number(forced), number(decoded), f"{decoded - forced:+.2f}"])
     columns = ["setting", "suite", "teacher-forced", "decoded", "difference"]
-    section.add_table("Acceptance length, teacher-forced and decoded", columns, rows)
-    return section
+    return Section("teacher-forced").add_table("Acceptance length, teacher-forced and decoded", columns, rows)
 
 
 def conventions_section(ours: Sequence[Result]) -> Section:
     """The same counts in other engines' words."""
-    section = Section("conventions")
     rows = []
     for result in once_per_batch_size(ours):
         figures = (result.acceptance_length, *astuple(result.conventions))
@@ -177,5 +160,4 @@ def conventions_section(ours: Sequence[Result]) -> Section:
         rows.append([name_of(result), result.suite, *words])
     columns = ["setting", "suite", "ours, EAGLE's tau", "vLLM mean acceptance length", "vLLM per position",
                "SGLang accept_length", "EAGLE n-alpha"]  # fmt: skip
-    section.add_table("Acceptance in other engines' conventions", columns, rows)
-    return section
+    return Section("conventions").add_table("Acceptance in other engines' conventions", columns, rows)

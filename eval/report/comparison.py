@@ -13,8 +13,8 @@ from .one_result import (
     interval_of,
     is_faster,
     is_lossless,
-    label,
     lower_end,
+    name_of,
     num_timed,
     number,
     rests_on_loops,
@@ -105,7 +105,7 @@ def in_words(result: Result) -> str:
     """A setting and its figures."""
     figures = f"speedup {speedup_words(result)} over {timed_words(result)}"
     loops = ", which rests on texts that loop" if is_faster(result) and rests_on_loops(result) else ""
-    return f"{label(result, with_batch=False)}: {figures}{loops}, {number(result.acceptance_length)} tokens per forward"
+    return f"{name_of(result)}: {figures}{loops}, {number(result.acceptance_length)} tokens per forward"
 
 
 def headline(ranks: Sequence[Standing]) -> str:

@@ -138,5 +138,4 @@ def runs_section(runs: Sequence[TrainingRun]) -> Section:
     rows = [[run.name, *run.cells()] for run in runs]
     section.add_table("What came of each run", ["run", *RUN_COLUMNS], rows, 1)
     rows = [[key, *map(cell, values)] for key, values in differing_settings(runs).items()]
-    section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)
-    return section
+    return section.add_table("Settings that differ", ["setting", *(run.name for run in runs)], rows, len(runs) + 1)

@@ -1,7 +1,6 @@
 """What a terminal shows of a report: a table, what its columns mean, and lines of warning."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 from ..measurement.result import ENGINE, Result
@@ -47,18 +46,22 @@ def show(report: Report, console: Any) -> None:
     for line in LEGEND:
         console.print(line, soft_wrap=True)
     results = report.results
-    pairs = map(pair_words, beside_fastest(report.ours))
-    lines = bandwidth_lines(report), pairs, turn_lines(results), failure_words(results)
-    lines = *lines, disturbance_lines(results), loop_lines(results)
-    for line in chain.from_iterable(lines):
+    lines = [*bandwidth_lines(report), *map(pair_words, beside_fastest(report.ours)), *turn_lines(results)]
+    lines += [*failure_words(results), *disturbance_lines(results), *loop_lines(results)]
+    for line in lines:
         console.print(line, markup=False)
-    for result in report.results:
+    for result in results:
         console.print(details(result))
 
 
 def drafter_name(result: Result) -> str:
     """A cell: the drafter, behind the engine that it was measured in where that is not ours."""
     return result.drafter if result.engine == ENGINE else f"{result.engine}: {result.drafter}"
+
+
+def place_of(result: Result) -> str:
+    """Which result a line is about."""
+    return f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}"
 
 
 def details(result: Result) -> str:
@@ -109,8 +112,7 @@ def lossless_warnings(results: Iterable[Result]) -> list[str]:
     """A line for each result with a lossless rule whose texts are not the target's own as far as is known: where."""
     lines = []
     for result in filter(has_lossless_rule, results):
-        where = f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}"
-        lossless = result.lossless
+        where, lossless = place_of(result), result.lossless
         first = next((text for text in lossless.divergences if not text.is_proved), None)
         if first is not None and first.unproved is not None:
             count = f"{lossless.unexplained} of {lossless.checked} texts are not proved to be the target's own"
@@ -123,8 +125,7 @@ def lossless_warnings(results: Iterable[Result]) -> list[str]:
 def turn_lines(results: Iterable[Result]) -> list[str]:
     """A line for each result over chats with several turns: how many there are, and each turn's figures."""
     return [
-        f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {result.num_prompts} turns of "
-        f"{result.num_chats} chats; "
+        f"{place_of(result)}: {result.num_prompts} turns of {result.num_chats} chats; "
         + ", ".join(
             f"turn {turn}: length {number(part.acceptance_length)}, speedup {speedup_words(part)} "
             f"({part.num_prompts} prompts)"
@@ -148,20 +149,12 @@ def failure_words(results: Iterable[Result]) -> list[str]:
 
 def disturbance_lines(results: Iterable[Result]) -> list[str]:
     """A line for each result that was disturbed: by what."""
-    return [
-        f"! {result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {words}"
-        for result in results
-        if (words := disturbance_words(result))
-    ]
+    return [f"! {place_of(result)}: {words}" for result in results if (words := disturbance_words(result))]
 
 
 def loop_lines(results: Iterable[Result]) -> list[str]:
     """A line for each result some of whose texts loop: how many, and the figures without them."""
-    return [
-        f"{result.drafter} {result.tree} on {result.suite}, batch {result.batch_size}: {words}"
-        for result in results
-        if (words := loop_words(result))
-    ]
+    return [f"{place_of(result)}: {words}" for result in results if (words := loop_words(result))]
 
 
 def bandwidth_lines(report: Report) -> list[str]:

@@ -22,8 +22,13 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def label(result: Result, *, with_batch: bool = True) -> str:
-    """A setting in a few words: drafter, tree, K, batch size. No line break between a number and its name."""
+def label(result: Result) -> str:
+    """A setting in a few words: drafter, tree, K, batch size."""
+    return f"{name_of(result)} · batch\xa0{result.batch_size}"
+
+
+def name_of(result: Result) -> str:
+    """The setting without its batch size. No line break between a number and its name."""
     tree = result.tree if "chain" in result.tree else f"{result.tree} tree of\xa0{result.num_drafted}"
     parts = [result.drafter, tree, f"K\xa0{result.num_draft_tokens}"] if has_drafts(result) else [result.drafter]
     if result.verify_cost is not None:
@@ -32,7 +37,7 @@ def label(result: Result, *, with_batch: bool = True) -> str:
         parts.insert(0, result.engine)
     if not has_lossless_rule(result):
         parts.append(f"{result.accept} (lossy)")
-    return " · ".join([*parts, f"batch\xa0{result.batch_size}"] if with_batch else parts)
+    return " · ".join(parts)
 
 
 def has_drafts(result: Result) -> bool:
@@ -58,14 +63,11 @@ def num_timed(result: Result) -> int:
     return -(-result.num_prompts // result.batch_size) if known is None else known
 
 
-def timed_words(result: Result) -> str:
-    """What the interval of the speedup is over."""
-    return units_words(num_timed(result), result)
-
-
-def units_words(count: int, result: Result) -> str:
-    """`20 prompts`, `1 batch of 4`; `20 chats` where a result has chats of several turns, each of which counts once."""
+def timed_words(result: Result, count: int | None = None) -> str:
+    """What the interval of the speedup is over: `20 prompts`, `1 batch of 4`; `20 chats` where a result has chats of
+    several turns, each of which counts once. Args: count: of them; None: all that were timed."""
     size, unit = result.batch_size, "chat" if result.by_turn else "prompt"
+    count = num_timed(result) if count is None else count
     return counted_words(count, unit) if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
 
 
@@ -166,12 +168,10 @@ def disturbance_words(result: Result) -> str:
     noise, medians = result.disturbance, result.step_medians
     words = []
     if noise.num_disturbed:
-        share = (
-            "" if noise.others_share is None else f"; other processes used {noise.others_share:.0%} of the processor"
-        )
-        words.append(
-            f"{noise.num_disturbed} of {noise.num_passes} passes disturbed ({', '.join(noise.reasons)}{share})"
-        )
+        why = ", ".join(noise.reasons)
+        if noise.others_share is not None:
+            why += f"; other processes used {noise.others_share:.0%} of the processor"
+        words.append(f"{noise.num_disturbed} of {noise.num_passes} passes disturbed ({why})")
     if medians.is_impossible:
         words.append(
             f"verifying takes {number(medians.verify_ms)} ms and a baseline step {number(medians.baseline_verify_ms)} "

@@ -13,9 +13,9 @@ from . import acceptance_sections, sections
 from .diagnosis import diagnose
 from .document import Report, short_name
 from .findings import Case
-from .one_result import grouped, label, speedup_words
+from .one_result import grouped, label, name_of, speedup_words
 from .recommendation import best_deployable, lossless_evidence, recommend
-from .sections import Table, cell, name_of
+from .sections import Table, cell
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 
@@ -43,8 +43,8 @@ def render(report: Report) -> str:
         sections.settings_section(report.results),
         sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
-        acceptance_sections.domains_section(ours),
-        acceptance_sections.turns_section(ours),
+        acceptance_sections.parts_section("domain", ours, lambda result: result.by_domain),
+        acceptance_sections.parts_section("turn", ours, lambda result: result.by_turn),
         sections.failed_section(report.results),
         sections.time_section(ours),
         acceptance_sections.trees_section(ours),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..measurement.metrics import Ends, relative_and_interval
 from ..measurement.result import Result
-from .one_result import grouped, label, ratio_words, units_words
+from .one_result import grouped, label, name_of, ratio_words, timed_words
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def traffic(result: Result) -> tuple[Any, ...]:
 def pair_words(pair: Pair) -> str:
     """The pair in a line."""
     return (
-        f"{label(pair.setting)} on {pair.setting.suite}, beside {label(pair.other, with_batch=False)}: "
+        f"{label(pair.setting)} on {pair.setting.suite}, beside {name_of(pair.other)}: "
         f"{ratio_words(pair.speed, pair.speed_ci95)} of its speed, {ratio_words(pair.length, pair.length_ci95)} of its "
-        f"tokens per forward (paired, {units_words(pair.num_timed, pair.setting)})"
+        f"tokens per forward (paired, {timed_words(pair.setting, pair.num_timed)})"
     )

@@ -19,6 +19,7 @@ from .one_result import (
     loop_words,
     lower_end,
     medians_disagree,
+    name_of,
     num_timed,
     number,
     rests_on_loops,
@@ -96,7 +97,7 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     if len(ours) > 1:
         cautions.append(chosen_words(best, len(ours)))
     if alike := not_told_apart(best, ours):
-        names = "; ".join(label(result, with_batch=False) for result in alike)
+        names = "; ".join(name_of(result) for result in alike)
         cautions.append(f"Neither shown to be faster nor slower, on the same prompts: {names}.")
     headline = f"Deploy {label(best)}"
     if any(result.suite != best.suite for result in slow):

@@ -17,6 +17,7 @@ from .one_result import (
     interval_of,
     label,
     loop_words,
+    name_of,
     number,
     prompts_words,
     ratio_words,
@@ -57,20 +58,18 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
-    def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2):
-        """Add a table, if it has rows."""
+    def add_table(
+        self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_labels: int = 2
+    ) -> "Section":
+        """The section with a table, if that has rows."""
         if rows:
             self.tables.append(Table(caption, columns, rows, num_labels))
+        return self
 
 
 def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by suite, in the report's order."""
     return grouped(results, lambda result: result.suite)
-
-
-def name_of(result: Result) -> str:
-    """The setting without its batch size."""
-    return label(result, with_batch=False)
 
 
 def cell(value: Any) -> str:
@@ -114,11 +113,10 @@ def settings_section(results: Sequence[Result]) -> Section:
 
 def pairs_section(ours: Sequence[Result]) -> Section:
     """Every setting beside the fastest one on the same prompts."""
-    section = Section("pairs")
     rows = [
         [
             label(pair.setting),
-            label(pair.other, with_batch=False),
+            name_of(pair.other),
             pair.setting.suite,
             ratio_words(pair.speed, pair.speed_ci95),
             ratio_words(pair.length, pair.length_ci95),
@@ -126,8 +124,7 @@ def pairs_section(ours: Sequence[Result]) -> Section:
         for pair in beside_fastest(ours)
     ]
     columns = ["setting", "the fastest", "suite", "of its speed [95 %]", "of its tokens per forward [95 %]"]
-    section.add_table("Beside the fastest setting, prompt by prompt", columns, rows, 3)
-    return section
+    return Section("pairs").add_table("Beside the fastest setting, prompt by prompt", columns, rows, 3)
 
 
 def speed_section(ours: Sequence[Result]) -> Section:
@@ -159,10 +156,9 @@ def time_section(ours: Sequence[Result]) -> Section:
     timed = [result for result in ours if result.timing.draft_ms is not None]
     for suite, results in by_suite(timed).items():
         bars: list[Bar] = []
-        for timing, result in ((result.timing, result) for result in results):
-            parts = [timing.draft_ms or 0.0, timing.verify_ms or 0.0, timing.overhead_ms or 0.0]
+        for result in results:
+            *parts, base = [value or 0.0 for value in astuple(result.timing)[:4]]
             bars.append(Bar(label(result), parts, f"{sum(parts):.2f} ms"))
-            base = timing.baseline_ms or 0.0
             bars.append(Bar("its baseline, one step", [0, 0, 0, base], f"{base:.2f} ms"))
         chart = bar_chart(f"Milliseconds per round on {suite}", bars)
         legend = ("draft", "verify", "rest", "baseline step")
@@ -182,33 +178,27 @@ def time_section(ours: Sequence[Result]) -> Section:
         rows.append([label(result), result.suite, *map(number, figures), speedup_words(medians), words])
     columns = ["setting", "suite", "round, ms", "verify, ms", "baseline step, ms", "its forward, ms",
                "speedup by medians [95 %]", "disturbed"]  # fmt: skip
-    section.add_table("Medians of steps, and what disturbed them", columns, rows)
-    return section
+    return section.add_table("Medians of steps, and what disturbed them", columns, rows)
 
 
 def engines_section(results: Sequence[Result]) -> Section:
     """Other engines that were timed beside ours."""
-    section = Section("engines")
     rows = []
-    for result in results:
-        if result.is_beside:
-            low, high = result.ours_over_theirs_ci95
-            ratio = f"{number(result.ours_over_theirs)} [{number(low)}, {number(high)}]"
-            speeds = [number(result.tokens_per_second, 1), number(result.ours_tokens_per_second, 1)]
-            rows.append([label(result), result.suite, *speeds, ratio])
+    for result in (result for result in results if result.is_beside):
+        ratio = ratio_words(result.ours_over_theirs, result.ours_over_theirs_ci95)
+        speeds = [number(result.tokens_per_second, 1), number(result.ours_tokens_per_second, 1)]
+        rows.append([label(result), result.suite, *speeds, ratio])
     columns = ["engine and drafter", "suite", "theirs, tok/s", "ours, tok/s", "ours over theirs [95 %]"]
-    section.add_table("Whole answers, same drafter, timed in turns", columns, rows)
-    return section
+    return Section("engines").add_table("Whole answers, same drafter, timed in turns", columns, rows)
 
 
 def failed_section(results: Sequence[Result]) -> Section:
     """Prompts that are in no figure, and why."""
-    section = Section("failed")
     counts = Counter((result.suite, failed.row, failed.reason) for result in results for failed in result.failed)
     rows = [[*key, str(count)] for key, count in counts.items()]
     caption = f"Prompts that failed, {min(len(rows), MOST_FAILED)} of {len(rows)}"
-    section.add_table(caption, ["suite", "row", "reason", "results without it"], rows[:MOST_FAILED], 3)
-    return section
+    columns = ["suite", "row", "reason", "results without it"]
+    return Section("failed").add_table(caption, columns, rows[:MOST_FAILED], 3)
 
 
 def environment_section(reports: Mapping[str, Report], results: Sequence[Result] = ()) -> Section:
@@ -221,5 +211,4 @@ def environment_section(reports: Mapping[str, Report], results: Sequence[Result]
         section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
     shown = {key: dict.fromkeys(cell(result.to_json()[key]) for result in results) for key in SETTINGS_SHOWN}
     rows = [[key.replace("_", " "), ", ".join(values)] for key, values in shown.items() if values]
-    section.add_table("Settings", ["key", "value"], rows)
-    return section
+    return section.add_table("Settings", ["key", "value"], rows)

@@ -13,6 +13,7 @@ from headstart.eval.report.console import disturbance_lines, loop_lines, show
 from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
 from headstart.eval.report.document import Report
 from headstart.eval.report.findings import Case, is_lower
+from headstart.eval.report.one_result import name_of
 from headstart.eval.report.page import render, write_page
 from headstart.eval.report.recommendation import label, lossless_evidence, recommend
 from rich.console import Console
@@ -285,13 +286,13 @@ def test_decoding_without_drafts_has_no_k():
         result(engine="llama.cpp", drafter="ours with eagle3", **THEIRS),
         result(engine="transformers", drafter="none (generate)", num_draft_tokens=0, **THEIRS),
     ]
-    assert [label(one, with_batch=False) for one in theirs] == [
+    assert [name_of(one) for one in theirs] == [
         "llama.cpp · no drafts",
         "llama.cpp · ours with eagle3",
         "transformers · none (generate)",
     ]
     drafting = result(engine="transformers", drafter="ngram", **THEIRS)
-    assert label(drafting, with_batch=False) == f"transformers · ngram · chain · K{NBSP}3"
+    assert name_of(drafting) == f"transformers · ngram · chain · K{NBSP}3"
     screen = io.StringIO()
     show(report(result(), *theirs, drafting), Console(file=screen, width=160))
     cells = [word for word in screen.getvalue().split() if word.startswith("0/1/")]
