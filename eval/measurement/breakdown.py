@@ -60,6 +60,11 @@ def context_label(trained_length: int | None = None) -> Label:
     return lambda *_: name
 
 
+def range_start(name: str) -> int:
+    """128 of the context label `128-511`."""
+    return int(name.split("-")[0])
+
+
 def segment_label(in_trace: Callable[[Sequence[int]], list[bool]] | None) -> Label:
     """`think` inside a reasoning trace, else `answer`. Args: in_trace: of `trace_finder`; None: no traces."""
 
@@ -141,7 +146,7 @@ def beyond_training(
         return None
     beyond, within = [], []
     for name, part in by_context.items():
-        (beyond if int(name.partition("-")[0]) > training.max_length else within).append(part)
+        (beyond if range_start(name) > training.max_length else within).append(part)
     if not beyond:
         return None
     return BeyondTraining(sum(part.num_rounds for part in beyond), mean_length(beyond), mean_length(within))

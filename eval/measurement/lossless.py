@@ -50,16 +50,15 @@ def compare_texts(
     speculative: Sequence[Sequence[int]],
     prove: Callable[[], Unproved],
     *,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int],
     seen: set[int] | None = None,
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts, for
-        divergences; None: their indices. seen: numbers that were compared before and are skipped; this batch's are
-        added.
+    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts. seen:
+        numbers that were compared before and are skipped; this batch's are added.
     """
-    numbers, seen = numbers or range(len(baseline)), set() if seen is None else seen
+    seen = set() if seen is None else seen
     rows = {number: row for row, number in reversed(list(enumerate(numbers))) if number not in seen}
     seen.update(rows)
     assert len(baseline) == len(speculative)
@@ -71,10 +70,9 @@ def compare_texts(
         at = next((position for position, (ours, theirs) in pairs if ours != theirs), None)
         divergences.append(Divergence(numbers[row], at, unproved[row]))
     num_proved = sum(divergence.is_proved for divergence in divergences)
-    num_checked = len(rows)
     return LosslessReport(
-        checked=num_checked,
-        identical=num_checked - len(differ),
+        checked=len(rows),
+        identical=len(rows) - len(differ),
         proved=num_proved,
         unexplained=len(differ) - num_proved,
         divergences=divergences,

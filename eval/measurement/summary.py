@@ -29,7 +29,6 @@ from .disturbance import disturbance, step_medians
 from .lossless import LosslessReport, compare_texts
 from .metrics import (
     Acceptance,
-    Ends,
     acceptance,
     calibration,
     conventions,
@@ -40,7 +39,7 @@ from .metrics import (
 from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from .result import ENGINE, FixedTreeShape, Observation, Result, Timing, TreeLimits
 from .runner import Contender, Runner
-from .sampling_check import SamplingCheck, check_sampling
+from .sampling_check import check_sampling
 
 
 def unmeasured(
@@ -104,6 +103,8 @@ def result_of(
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
     is_greedy = config.temperature == 0
+    drafted = [texts for batch in batches for texts in batch.drafted.texts]  # of all repeats
+    plain = [texts for batch in batches for texts in batch.baseline.texts]
     return replace(
         with_figures(empty, target, batches),
         failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
@@ -118,7 +119,7 @@ def result_of(
         lossless=greedy_check(batches, contender.runner(target, suite.prompts, config))
         if is_greedy
         else LosslessReport(),
-        sampling_check=None if is_greedy else sampled_check(target, prompts, batches, config),
+        sampling_check=None if is_greedy else check_sampling(target, prompts, drafted, plain, config.sampling),
         trained=training,
         beyond_training=beyond_training(training, by_context),
         asked_as_trained=asked_as_trained(training, prompts),
@@ -139,6 +140,8 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
     length = rounded(counted.length)
     seen = observations(batches, counted_runs, num_draft_tokens=result.num_draft_tokens)
+    lengths = [unit.num_committed for unit in seen], [unit.num_rounds for unit in seen]
+    low, high = ratio_and_interval(*lengths)[1] if seen else (None, None)
     texts = repetitions(batches, counted_runs)
     return replace(
         with_speedup(result, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
@@ -150,7 +153,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
         num_rounds=counted.num_rounds,
         num_committed=counted.num_committed,
         acceptance_length=length,
-        acceptance_length_ci95=interval_of_lengths(seen),
+        acceptance_length_ci95=(rounded(low), rounded(high)),
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
         calibration=calibration(rounds),
@@ -181,15 +184,6 @@ def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessRe
         prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
         whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
     return whole
-
-
-def sampled_check(
-    target: Target, prompts: list[list[int]], batches: Sequence[MeasuredBatch], config: MeasureConfig
-) -> SamplingCheck:
-    """Test the texts of all repeats against the target's distribution."""
-    drafted = [texts for batch in batches for texts in batch.drafted.texts]
-    plain = [texts for batch in batches for texts in batch.baseline.texts]
-    return check_sampling(target, prompts, drafted, plain, config.sampling)
 
 
 def repetitions(batches: Iterable[MeasuredBatch], counted_runs: int) -> list[list[TextRepetition]]:
@@ -233,14 +227,6 @@ def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_dra
         numbers = sorted(number for batch in unit for number in batch.numbers)
         seen.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))
     return seen
-
-
-def interval_of_lengths(seen: Sequence[Observation]) -> Ends:
-    """The 95 % interval of the acceptance length; None of fewer than two observations."""
-    if not seen:
-        return None, None
-    low, high = ratio_and_interval([unit.num_committed for unit in seen], [unit.num_rounds for unit in seen])[1]
-    return rounded(low), rounded(high)
 
 
 def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:

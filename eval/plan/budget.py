@@ -17,7 +17,10 @@ from ..decoding.replay import Stopwatch
 from ..decoding.stopping import Stop
 from ..measurement import step_times
 from ..measurement.config import MeasureConfig
+from ..measurement.disturbance import MOST_AGAIN, SHARE_AGAIN
+from ..measurement.metrics import LEAST_TIMED
 from ..measurement.runner import build_engine
+from .prediction import Cell
 
 # the share of the seconds at which each stage must end; unused time goes to later stages
 ENDS = {"texts": 0.15, "trees": 0.22, "acceptance": 0.45, "schedules": 0.52, "step times": 0.68, "check": 0.95}
@@ -223,3 +226,37 @@ def fit_texts(number: int, costs: Costs, *, seconds: float, tokens: int) -> tupl
     number = max(1, int(min(number, seconds / per_text))) if per_text else number
     spare = seconds / number - costs.setup - costs.prefill(1)
     return number, max(min(FEWEST_TOKENS, tokens), int(min(tokens, spare / costs.step(1)))) if per_text else tokens
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is measured of cells of one batch size."""
+
+    cells: list[Cell]  # none: there is no time
+    num_repeats: int
+    num_batches: int
+
+
+def fit_check(cells: Sequence[Cell], costs: Costs, *, seconds: float, tokens: int, repeats: int, batches: int) -> Check:
+    """The most promising cells, as many and in as many repeats and batches as fit.
+
+    Repeats go first, then cells, down to the LEAST_TIMED batches that an interval needs; then batches.
+    """
+    ranked = sorted(cells, key=lambda cell: -cell.predicted_speedup)
+    size = ranked[0].batch_size
+
+    def takes(check: Check) -> float:
+        least = 1.0 if size > 1 else 0.0  # a batch lasts until its slowest row ends, which may gain nothing
+        sides = 1 + sum(max(1 / max(cell.predicted_speedup, 0.1), least) for cell in check.cells)
+        one = sides * tokens * costs.step(size) + (1 + 2 * len(check.cells)) * costs.prefill(size)
+        again = MOST_AGAIN * max(1, check.num_batches // SHARE_AGAIN)
+        return (1 + len(check.cells)) * costs.setup + one * (1 + check.num_repeats * (check.num_batches + again))
+
+    for least in (min(LEAST_TIMED, batches), 1):
+        for number in range(len(ranked), 0, -1):
+            for repeated in dict.fromkeys((repeats, 1)):
+                for count in range(batches, least - 1, -1):
+                    check = Check(ranked[:number], repeated, count)
+                    if takes(check) <= SAFETY * seconds:
+                        return check
+    return Check([], repeats, 0)

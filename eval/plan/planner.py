@@ -13,12 +13,13 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.target import Target
 from ..decoding.draft_setting import DraftSetting, chains
+from ..measurement.measure import measure_all
+from ..measurement.runner import Contender
 from ..measurement.step_times import NUM_PASSES, StepTable, StepTime, measure_step_times, most_new_tokens
 from ..measurement.tree_search import NUM_CALIBRATION, SHAPED_TREES, drafts_tree, hold_out
 from ..suites.prompts import Suite
 from .accepting import accepted_within, evenly, named_trees
-from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_sample, fit_timing, probe
-from .checking import measured_cells
+from .budget import FEWEST_TOKENS, SAFETY, Budget, Costs, Spent, fit_check, fit_sample, fit_timing, probe
 from .document import DEFAULT_TREES, Plan, PlanConfig
 from .engine_settings import for_llamacpp, for_sglang, is_scheduled_by_vllm, measured_lengths, schedule_for_vllm
 from .machine_profile import times_on
@@ -212,7 +213,7 @@ class Planner:
         timed += [setting for setting in settings if setting.tree]
         sizes = sorted(config.batch_sizes)
         spans = [span for size in sizes for span in workload.spans(size, accepted[0].tokens)]
-        first, last = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
+        first, last = min(start for _, start, _, _ in spans), max(end for _, _, end, _ in spans)
         room = self.target.max_positions - max(map(most_new_tokens, timed))
         contexts = sorted({min(first, room), min(last, room), *config.contexts})
         left, read = self.budget.room("step times"), max(workload.prompt_lengths)
@@ -245,21 +246,33 @@ class Planner:
         return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
 
     def measured(self, chosen: Sequence[Cell], scope: Scope) -> list[Cell]:
-        """Those of the cells that there is time for, decoded in earnest, interleaved with the baseline."""
+        """Those of the cells that there is time for, decoded in earnest, those of a batch size beside one baseline."""
+        config, suite, measured = scope.config.measure, scope.suite, list[Cell]()
         tick = self.bar(len(chosen), f"measuring {self.name}")
-        cells = measured_cells(
-            self.target,
-            self.drafter,
-            scope.suite,
-            chosen,
-            scope.config.measure,
-            name=self.name,
-            costs=scope.costs,
-            budget=self.budget,
-            on_cell=tick,
-        )
+        sizes = sorted({cell.batch_size for cell in chosen})
+        for number, size in enumerate(sizes):
+            here, full = [cell for cell in chosen if cell.batch_size == size], suite.filled(size)
+            check = fit_check(
+                here,
+                scope.costs,
+                seconds=self.budget.room("check") / (len(sizes) - number),
+                tokens=config.max_new_tokens,
+                repeats=config.num_repeats,
+                batches=len(full.prompts) // size,
+            )
+            missed = [cell.setting.name for cell in here if cell not in check.cells]
+            self.budget.left_out += [f"measuring {name} at batch size {size}" for name in missed]
+            if check.cells:
+                count = check.num_batches * size
+                part = full if count == len(full.prompts) else suite.subset(evenly(len(suite.prompts), count))
+                how = replace(config, batch_size=size, num_repeats=check.num_repeats)
+                contenders = [Contender(self.name, self.drafter, cell.setting) for cell in check.cells]
+                results = measure_all(self.target, contenders, part, how)
+                measured += [cell.measured(result) for cell, (result, _) in zip(check.cells, results, strict=True)]
+            for _ in here:
+                tick()
         tick()
-        return cells
+        return measured
 
 
 def is_shaped(tree: str) -> bool:

@@ -141,18 +141,19 @@ class Workload:
         """Mean tokens before a round: the prompt and half of the answer."""
         return round(sum(self.prompt_lengths) / len(self.prompt_lengths) + self.max_new_tokens / 2)
 
-    def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[int, int, float]]:
-        """Of each batch, tokens before a round: at its start, at its end, and on average. Prompts repeat until the last
-        batch is full.
+    def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[list[int], int, int, float]]:
+        """Each batch, by the indices of its prompts, and tokens before a round: at its start, at its end, and on
+        average. Prompts repeat until the last batch is full.
 
         Of its longest rows, which set how far attention reads. Args: tokens: new ones of each prompt.
         """
         spans = []
         order = full_batches(len(self.prompt_lengths), batch_size)
         for i in range(0, len(order), batch_size):
-            rows = [(self.prompt_lengths[row], tokens[row]) for row in order[i : i + batch_size]]
-            start, end = max(length for length, _ in rows), max(length + new for length, new in rows)
-            spans.append((start, end, max(length + new / 2 for length, new in rows)))
+            rows = order[i : i + batch_size]
+            pairs = [(self.prompt_lengths[row], tokens[row]) for row in rows]
+            start, end = max(length for length, _ in pairs), max(length + new for length, new in pairs)
+            spans.append((rows, start, end, max(length + new / 2 for length, new in pairs)))
         return spans
 
 
@@ -165,9 +166,7 @@ def workload_times(
     (`metrics.row_seconds`). Sampled texts differ between the two sides; lengths are those of the drafted ones.
     """
     plain, drafted = list[float](), list[float]()
-    order = full_batches(len(workload.prompt_lengths), batch_size)
-    for number, (start, _, context) in enumerate(workload.spans(batch_size, accepted.tokens)):
-        rows = order[number * batch_size : (number + 1) * batch_size]
+    for rows, start, _, context in workload.spans(batch_size, accepted.tokens):
         base = times.at(None, batch_size=batch_size, context=context)
         spec = times.at(accepted.setting, batch_size=batch_size, context=context)
         plain.append(fmean(accepted.tokens[row] - 1 for row in rows) * base.round_ms)

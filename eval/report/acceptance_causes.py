@@ -1,5 +1,6 @@
 """Causes of rejected drafts, as they show in a result's own figures and in the record of the head's training."""
 
+from ..measurement.breakdown import range_start
 from ..measurement.metrics import AcceptancePart
 from .findings import (
     Case,
@@ -178,11 +179,6 @@ def contexts(case: Case) -> tuple[Parts, Parts]:
     most = case.trained.max_length
     within = [part for part in parts if most is None or range_start(part[0]) <= most]
     return within, parts[len(within) :]
-
-
-def range_start(name: str) -> int:
-    """128 of `128-511`."""
-    return int(name.split("-")[0])
 
 
 def worse_beyond_training(case: Case) -> Finding | None:

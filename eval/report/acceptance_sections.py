@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
+from ..measurement.breakdown import range_start
 from ..measurement.metrics import AcceptancePart
 from ..measurement.result import DomainPart, FixedTreeShape, Result
 from .charts import Bar, Series, bar_chart, line_chart, tree_chart
@@ -39,15 +40,16 @@ def acceptance_section(ours: Sequence[Result]) -> Section:
     bars = [length_bar(f"{name_of(result)}, {result.suite}", result) for result in distinct]
     add_lengths(section, "suite", bars if len(suites) > 1 else [], deepest)
     add_lengths(section, "segment", [bar for r in distinct for bar in part_bars(r, r.by_segment)], deepest)
-    contexts = [bar for r in distinct for bar in part_bars(r, r.by_context)]
+    ranges = [(r, {name: r.by_context[name] for name in sorted(r.by_context, key=range_start)}) for r in distinct]
+    contexts = [bar for result, parts in ranges for bar in part_bars(result, parts)]
     add_lengths(section, "context length in tokens", contexts, deepest)
     return section
 
 
 def part_bars(result: Result, parts: dict[str, AcceptancePart]) -> list[Bar]:
-    """Bars of a result's parts, if there are several; ranges of tokens in order."""
-    named = sorted(parts.items(), key=lambda item: leading_number(item[0])) if len(parts) > 1 else []
-    return [length_bar(f"{name_of(result)}, {result.suite}: {name}", part) for name, part in named]
+    """Bars of a result's parts, if there are several."""
+    where = f"{name_of(result)}, {result.suite}"
+    return [length_bar(f"{where}: {name}", part) for name, part in parts.items()] if len(parts) > 1 else []
 
 
 def add_lengths(section: Section, what: str, bars: Sequence[Bar], deepest: int) -> None:
@@ -62,12 +64,6 @@ def length_bar(name: str, part: Result | AcceptancePart | DomainPart) -> Bar:
     """An acceptance length, and over how many rounds."""
     length = part.acceptance_length or 0.0
     return Bar(name, [length], f"{length:.2f} ({part.num_rounds} rounds)")
-
-
-def leading_number(name: str) -> int:
-    """To sort `512-2047` by its first number, and names before all numbers."""
-    first = name.split("-")[0]
-    return int(first) if first.isdecimal() else -1
 
 
 def parts_section(what: str, ours: Sequence[Result], parts_of: Callable[[Result], dict[str, DomainPart]]) -> Section:

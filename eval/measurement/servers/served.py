@@ -41,11 +41,8 @@ class ServedAnswers:
     @property
     def seconds(self) -> tuple[float, float]:
         """Decoding time without and with the head, for the number of tokens decoded with it; without prefills."""
-        num_tokens, per_token = (
-            count_decoded(self.drafted),
-            decode_seconds(self.plain) / max(1, count_decoded(self.plain)),
-        )
-        return per_token * num_tokens, decode_seconds(self.drafted)
+        per_token = decode_seconds(self.plain) / max(1, count_decoded(self.plain))
+        return per_token * count_decoded(self.drafted), decode_seconds(self.drafted)
 
 
 def count_decoded(answers: Sequence[ServerAnswer]) -> int:
@@ -84,13 +81,11 @@ def measure_served(
             config = replace(config, setting=chain(length))
             stored = kept_in(store, target, None, suite, config, name=name, engine=" ".join([*command, *changed]))
             per_round = 0 if files.looks_up else length
+            how = {"on_prompt": on_prompt, "per_round": per_round, "stored": stored}
             with ExitStack() as stack:
                 afresh = partial(answer_afresh, command)
                 drafting = afresh if files.looks_up else stack.enter_context(LlamaServer(command)).answer
-                sides = [drafting, plain.answer]
-                results.append(
-                    one_length(sides, suite, config, name, on_prompt=on_prompt, per_round=per_round, stored=stored)
-                )
+                results.append(one_length([drafting, plain.answer], suite, config, name, **how))
     return results
 
 

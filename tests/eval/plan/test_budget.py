@@ -10,8 +10,7 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement import disturbance, step_times
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.plan.accepting import accepted_within
-from headstart.eval.plan.budget import Budget, Costs, fit_sample, fit_texts, fit_timing, probe
-from headstart.eval.plan.checking import fit_check
+from headstart.eval.plan.budget import Budget, Costs, fit_check, fit_sample, fit_texts, fit_timing, probe
 from headstart.eval.plan.document import PlanConfig
 from headstart.eval.plan.planner import Planner
 from headstart.eval.plan.prediction import Cell
