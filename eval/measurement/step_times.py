@@ -46,13 +46,13 @@ class StepTime:
 
     @classmethod
     def of(
-        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: int = 0, **parts: float
+        cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: float = 0, **parts: float
     ) -> "StepTime":
         """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name, 0 where they are left out."""
         name, drafted, length = (
             (setting.name, setting.num_drafted, setting.num_draft_tokens) if setting else (None, 0, 0)
         )
-        return cls(name, round(batch_size), round(context), 1 + drafted, length, num_timed=num_timed, **parts)
+        return cls(name, round(batch_size), round(context), 1 + drafted, length, num_timed=round(num_timed), **parts)
 
     @property
     def round_ms(self) -> float:
