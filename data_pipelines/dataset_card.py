@@ -59,14 +59,17 @@ class SplitFile:
         self._sha256 = sha256()
         self.counts = SplitCounts()
 
-    def write(self, line: bytes, num_turns: int, num_characters: int, num_answer_characters: int) -> None:
+    def write(self, line: bytes) -> None:
         self._file.write(line)
         self._sha256.update(line)
         self.counts.rows += 1
-        self.counts.turns += num_turns
-        self.counts.characters += num_characters
-        self.counts.answer_characters += num_answer_characters
         self.counts.bytes += len(line)
+
+    def count(self, *, turns: int, characters: int, answer_characters: int) -> None:
+        """Of a row that is written, in a line of its own or joined to others."""
+        self.counts.turns += turns
+        self.counts.characters += characters
+        self.counts.answer_characters += answer_characters
 
     def close(self) -> SplitCounts:
         self._file.close()

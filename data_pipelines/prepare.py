@@ -12,13 +12,14 @@ from typing import Any
 from ..configs.errors import BadInput
 from ..configs.files import LocalPath, replacing, sha256_of
 from ..configs.owned import OwnedFolder, check_owner
-from ..heads.chat.prompts import check_renders
+from ..heads.chat.prompts import rendered
 from ..heads.chat.rows import UnusableRow, chat_of
 from .config import check_at_least_one, check_choice
 from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card
 from .digests import Digests
 from .filters import FilterConfig, reason_to_drop
 from .formats import one_line
+from .joined_chats import SHORTEST, ChatJoiner
 from .mixture import UNTIL
 from .parallel import ROWS_AT_A_TIME, in_order
 from .row_shapes import conversation_of, turns_digest
@@ -46,6 +47,8 @@ class PrepareConfig:
     validation_share: float = 0.01  # share of rows for validation, selected by a hash of the prompt
     # a folder or hub id: drops chats that its chat template refuses, and counts tokens for filters
     tokenizer: LocalPath | None = None
+    # chats of the same system prompt are joined to rows of up to so many tokens, for heads that draft in long contexts
+    join_tokens: int | None = None
     num_workers: int = 1  # processes that filter and convert rows
 
     def __post_init__(self) -> None:
@@ -56,6 +59,10 @@ class PrepareConfig:
         check_at_least_one(num_rows=self.num_rows, num_workers=self.num_workers)
         if self.filters.counts_tokens and self.tokenizer is None:
             raise BadInput("filters.min_tokens and filters.max_tokens need a tokenizer")
+        if self.join_tokens is not None and self.tokenizer is None:
+            raise BadInput("join_tokens needs a tokenizer")
+        if self.join_tokens is not None and self.join_tokens < SHORTEST:
+            raise BadInput(f"join_tokens {self.join_tokens}: expected {SHORTEST} or more")
 
     def recorded(self) -> dict[str, Any]:
         """The keys that the result depends on, as JSON returns them."""
@@ -84,6 +91,7 @@ class JudgedRow:
     prompt: bytes = b""  # digest of the turns before the first answer
     question: bytes = b""  # digest of the first user turn
     line: bytes = b""  # the line to write
+    num_tokens: int = 0  # of a chat as its template renders it, where chats are joined
     num_turns: int = 0
     num_characters: int = 0
     num_answer_characters: int = 0
@@ -117,14 +125,18 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
     rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed, until=config.until)
     with ExitStack() as stack:
         files = [SplitFile(stack.enter_context(replacing(folder / f"{split}.jsonl"))) for split in SPLITS]
+        joiners = [ChatJoiner(config.join_tokens, seed=config.seed) if config.join_tokens else None for _ in SPLITS]
         for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
             is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
             reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
             tally.count(row, reason)
             if reason is None:
-                files[is_validation].write(row.line, row.num_turns, row.num_characters, row.num_answer_characters)
+                _write(row, files[is_validation], joiners[is_validation])
             if tally.num_read % ROWS_AT_A_TIME == 0:
                 on_rows(tally.num_read)
+        for file, joiner in zip(files, joiners, strict=True):
+            for line in joiner.rest() if joiner else ():
+                file.write(line)
         on_rows(tally.num_read)
         num_refused = sum(counts[REFUSED] for counts in tally.counts.values())
         if 2 * num_refused > tally.num_read:
@@ -135,6 +147,12 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
     card = tally.card(splits, config)
     write_card(folder, card, name=Path(config.output).name)
     return card
+
+
+def _write(row: JudgedRow, file: SplitFile, joiner: ChatJoiner | None) -> None:
+    file.count(turns=row.num_turns, characters=row.num_characters, answer_characters=row.num_answer_characters)
+    for line in [row.line] if joiner is None else joiner.add(row.line, row.num_tokens):
+        file.write(line)
 
 
 def prepared_before(config: PrepareConfig) -> Card | None:
@@ -193,9 +211,13 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
     reason = reason_to_drop(conversation, config.filters, tokenizer)
     if reason is not None:
         return replace(judged, reason=reason)
+    num_tokens = 0
+    if config.join_tokens and not (tokenizer and tokenizer.chat_template):
+        raise BadInput(f"tokenizer {config.tokenizer}: has no chat template, which join_tokens needs")
     if tokenizer is not None and "messages" in conversation.data and tokenizer.chat_template:
         try:
-            check_renders(chat_of(conversation.data, row.origin), tokenizer, origin=row.origin)
+            text = rendered(chat_of(conversation.data, row.origin), tokenizer, origin=row.origin)
+            num_tokens = len(tokenizer(text, add_special_tokens=False).input_ids) if config.join_tokens else 0
         except UnusableRow as error:
             return replace(judged, reason=REFUSED, problem=str(error))
     own_id = row.data.get("id")
@@ -213,6 +235,7 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
         prompt=prompt,
         question=turns_digest(conversation.question) if config.exclude else b"",
         line=line,
+        num_tokens=num_tokens,
         num_turns=len(conversation.turns),
         num_characters=conversation.num_characters,
         num_answer_characters=sum(map(len, conversation.answers)),

@@ -134,11 +134,11 @@ def chat_prompt_ids(chat: ChatRow, tokenizer: Any, *, origin: str) -> list[int]:
     return ChatTemplate(tokenizer, chat.tools, chat.variables).prompt(chat.question, origin)
 
 
-def check_renders(chat: ChatRow, tokenizer: Any, *, origin: str) -> None:
-    """Raises UnusableRow if the template refuses the chat, or has no place for its traces."""
+def rendered(chat: ChatRow, tokenizer: Any, *, origin: str) -> str:
+    """The whole chat as text. Raises UnusableRow if the template refuses it, or has no place for its traces."""
     template = ChatTemplate(tokenizer, chat.tools, chat.variables)
     try:
-        template.render_text(template.placed(chat.messages, origin))
+        return template.render_text(template.placed(chat.messages, origin))
     except RENDER_ERRORS as error:
         raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
 
