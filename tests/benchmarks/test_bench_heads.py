@@ -62,6 +62,7 @@ def entry(head, *, seed=1, target="small", **changes):
     return Entry(target=target, head=head, seed=seed, **{**figures, **where, "lossless": lossless, **changes})
 
 
+@pytest.mark.slow
 def test_it_trains_measures_and_goes_on_where_it_stopped(bench, quiet, monkeypatch):
     entries = run_bench(bench, quiet)
     name = Path(bench.target).parent.name
@@ -90,6 +91,7 @@ def test_it_trains_measures_and_goes_on_where_it_stopped(bench, quiet, monkeypat
     assert {(one.head, one.num_prompts) for one in read_results(bench.output)} == {("medusa", 1), ("eagle3", 1)}
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_was_finished(bench, quiet, monkeypatch):
     real = bench_heads.measured
 

@@ -7,6 +7,7 @@ import torch
 from headstart.benchmarks.training_step import LiveBytes, Shape, build_step, estimated_peak, peak_bytes, run_step
 from headstart.heads.nn import kept
 
+pytestmark = pytest.mark.slow
 TOY = Shape(
     head="eagle3",
     hidden=64,

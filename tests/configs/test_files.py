@@ -41,6 +41,7 @@ OLD = {"out/a": "old", "out/inner/b": "old", "out/old": ""}
 NEW = {"out/a": "new", "out/inner/b": "new", "out/new": ""}
 
 
+@pytest.mark.slow
 def test_a_file_is_the_old_or_the_new_one(at_every_call, tmp_path):
     def start():
         (tmp_path / "deep").mkdir(exist_ok=True)
@@ -77,6 +78,7 @@ def test_a_first_folder_is_there_complete_or_not_at_all(at_every_call, tmp_path)
     assert contents(tmp_path) == NEW
 
 
+@pytest.mark.slow
 def test_a_removed_folder_is_complete_or_gone(at_every_call, tmp_path):
     def check():
         assert contents(tmp_path) in ({}, OLD)

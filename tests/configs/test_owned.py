@@ -53,6 +53,7 @@ def test_the_second_is_told_who_holds_the_folder_and_touches_nothing(holder, tmp
         assert not folder.is_new, "a lock ends with its process, the folder stays"
 
 
+@pytest.mark.slow
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
     for turn in range(10):
         path, start = tmp_path / f"out{turn}", time.monotonic() + 0.03

@@ -24,6 +24,7 @@ def merged(folder, adapter, output):
     return output
 
 
+@pytest.mark.slow
 def test_each_adapter_has_a_result_beside_the_target(headstart, saved_target, head_folder, lora, words, tmp_path):
     adapters = [lora(saved_target, seed=1), lora(saved_target, seed=2)]
     given = [word for adapter in adapters for word in ("--adapter", adapter)]
@@ -82,6 +83,7 @@ def test_an_adapter_of_another_target_is_refused(headstart, saved_target, tiny_m
         assert "has other weights than target" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_for_an_adapter(headstart, saved_target, lora, words, tmp_path):
     given = [
         "--target",

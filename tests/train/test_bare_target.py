@@ -88,6 +88,7 @@ def loaded(monkeypatch):
     return lambda: [type(target).__name__ for target in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "head"), zip(KINDS, ["eagle3", "medusa"] * 3, strict=True))
 def test_losses_are_bit_for_bit_those_of_the_whole_target(kind, head, saved, ran, loaded, monkeypatch):
     target = saved(kind)

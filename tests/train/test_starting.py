@@ -180,6 +180,7 @@ def test_what_cannot_be_gone_on_from_is_refused(overrides, problem, run, tmp_pat
 # Medusa-2
 
 
+@pytest.mark.slow
 def test_medusa_2_resumes_exactly(run, world):
     how = (*MEDUSA2, "train.validate_every=2", "train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}")
     whole = run("medusa", "whole", *how)

@@ -174,6 +174,7 @@ def test_every_step_tells_its_speed(run):
     assert all(0 < row["mfu"] < 1 and 0 <= row["data_wait"] < 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_curve(run, world):
     name = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(name)

@@ -28,6 +28,7 @@ def outcome(*, minutes, stuck):
     return subprocess.run(line, capture_output=True, text=True, timeout=30)
 
 
+@pytest.mark.slow
 def test_a_process_without_progress_ends_and_says_where_it_stood():
     done = outcome(minutes=0.01, stuck=30)
     assert done.returncode == 124
@@ -37,6 +38,7 @@ def test_a_process_without_progress_ends_and_says_where_it_stood():
     assert any("waits_for_a_rank_that_never_comes" in line for line in stacks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "stuck"), [(0.01, 0.1), (0, 0.9)], ids=["watched", "off"])
 def test_a_process_with_progress_or_without_a_watchdog_ends_by_itself(minutes, stuck):
     done = outcome(minutes=minutes, stuck=stuck)

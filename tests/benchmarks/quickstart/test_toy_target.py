@@ -19,6 +19,7 @@ from headstart.benchmarks.quickstart.toy_target import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
 TINY = Recipe(steps=2, layers=2, width=32, rows=2, code_rows=1, row_tokens=64, train_prompts=20, eval_prompts=4)
 PROBLEMS = reasoning_problems(100, 0)
 

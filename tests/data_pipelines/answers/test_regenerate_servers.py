@@ -198,6 +198,7 @@ def test_no_more_requests_at_a_time_than_asked_for(configured):
     assert 15 <= len(first.bodies) <= 45, "the work is shared"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_left_alone_until_it_is_back(configured):
     with serving() as away:
         port = away.server_port

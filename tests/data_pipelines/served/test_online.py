@@ -87,6 +87,7 @@ HEADS = {
 }
 
 
+@pytest.mark.fast_only(head=["eagle"])
 @pytest.mark.parametrize(
     ("head", "folder", "key"),
     [
@@ -107,6 +108,7 @@ def test_losses_are_those_of_extracted_states_bit_for_bit(head, folder, key, fak
     assert not (list((tmp_path / "states").iterdir()) if folder else server.outbox.kept), "what was taken is removed"
 
 
+@pytest.mark.slow
 def test_the_order_of_answers_does_not_matter(fake, run_of, keys):
     run, server, source = run_of(), fake(), random.Random(0)
     with server.listening() as url:
@@ -115,6 +117,7 @@ def test_the_order_of_answers_does_not_matter(fake, run_of, keys):
         assert trained(run, keys("b", f"data.server={url}")) == before
 
 
+@pytest.mark.slow
 def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
     run, server = run_of(), fake()
     text, stored = f"data.validation={tmp_path / 'held_out.jsonl'}", tmp_path / "held_out"
@@ -187,6 +190,7 @@ def test_what_a_killed_rank_left_is_removed_and_nothing_else(fake, run_of, keys,
 # While it trains
 
 
+@pytest.mark.slow
 def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
     fake, run_of, keys, quick, capsys, tmp_path, monkeypatch
 ):
@@ -213,6 +217,7 @@ def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
     assert losses_of(tmp_path / "run") == whole
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_a_server(fake, run_of, keys, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(train_data, "ROWS_AHEAD", 4)
     server, step = fake(), trainer.Loop.step
@@ -239,6 +244,7 @@ def test_a_run_does_not_go_on_with_the_states_of_another_engine(fake, run_of, ke
             trained(run, keys("run", f"data.server={url}"))
 
 
+@pytest.mark.slow
 def test_no_more_rows_are_asked_for_than_may_wait(fake, run_of, keys, monkeypatch):
     monkeypatch.setattr(train_data, "ROWS_AHEAD", 6)
     server, counts = fake(), []

@@ -192,6 +192,7 @@ def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
 # Interruptions
 
 
+@pytest.mark.slow
 def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monkeypatch):
     monkeypatch.setattr("headstart.data_pipelines.served.state_server.FIRST_PAUSE", 0.01)
     run, server = run_of(), fake()
@@ -238,6 +239,7 @@ def ended(work):
         os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_any_point_it_loses_and_repeats_no_row(num_kills, fake, run_of, tmp_path):
     run, server, source = run_of(num_rows=30 * num_kills), fake(), random.Random(1)

@@ -234,6 +234,7 @@ def joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected
 
 
+@pytest.mark.slow
 def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, monkeypatch):
     """Of a row that joins a graph sees caches alone, which are written in place. Six tokens, so that many a guess is
     right."""

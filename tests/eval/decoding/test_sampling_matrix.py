@@ -47,7 +47,7 @@ CASES += [
 ]
 
 
-@pytest.mark.fast_only(name=["eagle3"])  # rules and engine are the same for every head
+@pytest.mark.fast_only(name=["eagle3"], tree=["chain"])
 @pytest.mark.parametrize(("name", "tree", "how"), CASES, ids=str)
 def test_heads_draft_without_changing_the_law(tree, how, name, small, chi_square):
     assert chi_square(small, untrained(name, small), tree=TREES[tree], **how) < 1.5
@@ -57,6 +57,7 @@ def test_ngrams_draft_without_changing_the_law(small, chi_square):
     assert chi_square(small, NgramDrafter(), **HOWS[1]) < 1.5
 
 
+@pytest.mark.slow
 def test_sparse_drafts_do_not_change_the_law(small, chi_square):
     assert chi_square(small, SparseSelfDrafter(small, 32), **HOWS[0]) < 1.5
 
@@ -115,12 +116,14 @@ def test_the_thresholds_of_typical_acceptance_are_arguments(small):
 # What these tests must be able to see
 
 
+@pytest.mark.slow
 def test_a_rejection_without_renormalising_is_caught(small, chi_square, monkeypatch):
     """Nothing taken off the target, which a chain's bonus feels; sums left below 1: test_verify_sampling.py."""
     monkeypatch.setattr(verify, "residual_behind", lambda probs, *_: probs)
     assert chi_square(small, untrained("medusa", small), tree=TREES["sampled-chain"], num_rows=12_000, **HOWS[1]) > 3
 
 
+@pytest.mark.fast_only(tree=["sampled"])
 @pytest.mark.parametrize("tree", ["sampled", "sampled-chain"])
 def test_guesses_verified_as_if_drawn_are_caught(tree, small, chi_square, monkeypatch):
     """The children are the draft's best guesses, but verified as if they had been drawn."""

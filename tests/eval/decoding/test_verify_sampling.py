@@ -151,7 +151,7 @@ GUESSED, SAMPLED = [way for way in WAYS if not WAYS[way][0]], [way for way in WA
 CASES = [(tree, ways[i % 2]) for i, tree in enumerate(TREES) for ways in (GUESSED, SAMPLED[::-1])]
 
 
-@pytest.mark.fast_only(tree=["chain of 3", "ragged"])
+@pytest.mark.fast_only(tree=["chain of 3"])
 @pytest.mark.parametrize(
     ("tree", "sampled", "how", "draft"),
     [(tree, *WAYS[way]) for tree, way in CASES],
@@ -181,6 +181,7 @@ def test_a_rule_that_is_not_called_lossless_is_not(rule):
     assert max(setting.chi_square(result) for setting, result in zip(settings, results, strict=True)) > 3
 
 
+@pytest.mark.slow
 def test_striking_out_is_the_same_law_as_following_one_sample():
     """Deterministic children by recursive rejection (EAGLE-2's loop): the same joint law of accepted nodes."""
     walked, struck = Setting("ragged", how=HOWS[1]), Setting("ragged", how=HOWS[1])
@@ -197,6 +198,7 @@ def test_one_sampled_child_stands_as_often_as_the_distributions_overlap():
     assert abs(rate - overlap) < 4 * (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
 
 
+@pytest.mark.fast_only(draft=["sharp"])
 @pytest.mark.parametrize(("tree", "draft"), [("chain of 3", "close"), ("3 children", "sharp"), ("ragged", "close")])
 def test_sampled_children_are_accepted_more(tree, draft):
     assert accepted(tree, "sampled", draft=draft) > 1.01 * accepted(tree, "deterministic", draft=draft)
@@ -205,6 +207,7 @@ def test_sampled_children_are_accepted_more(tree, draft):
 # What these tests must be able to see
 
 
+@pytest.mark.fast_only(forgotten=["residual"])
 @pytest.mark.parametrize(("forgotten", "tree"), [("residual", "ragged"), ("draft", "3 children"), ("both", "2 x 2")])
 def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatch):
     if forgotten == "both":
@@ -224,6 +227,7 @@ def test_draft_probabilities_for_deterministic_children_are_caught(tree):
     assert setting.chi_square(setting.accept("not drawn")) > 3
 
 
+@pytest.mark.fast_only(tree=["chain of 3"])
 @pytest.mark.parametrize(("tree", "rule"), [("chain of 3", "sampled"), ("ragged", "deterministic")])
 def test_a_bonus_token_without_logits_processing_is_caught(tree, rule):
     """As the first EAGLE did where a whole path was accepted."""

@@ -161,6 +161,7 @@ def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) 
 # Losslessness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["words", "sentencepieces", "words with a prefix"])
 def test_the_text_is_what_transformers_writes(draft, make):
     target, model = make(letters()), make(TOKENIZERS[draft](), "qwen3")

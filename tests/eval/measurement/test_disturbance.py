@@ -109,6 +109,7 @@ def test_it_is_not_measured_again_for_ever_and_the_best_attempt_counts():
     assert least_disturbed(attempts((0.5, 0.5)), most_again=0)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_measurement_on_a_busy_machine_says_so(target, monkeypatch):
     """At most a fourth of eight batches is measured again; texts and acceptance are those of a quiet machine."""
 

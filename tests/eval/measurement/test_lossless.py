@@ -90,6 +90,7 @@ def test_in_bfloat16_the_kernels_texts_are_identical(tree, batch_size, target_in
     assert checked(target_in(torch.bfloat16), tree=tree, batch_size=batch_size) == LosslessReport(16, identical=16)
 
 
+@pytest.mark.fast_only(tree=[None])
 @pytest.mark.parametrize(("tree", "batch_size"), [(None, 1), (PATHS, 1), (PATHS, 3)])
 def test_in_half_precision_every_difference_is_proved(tree, batch_size, target_in, monkeypatch):
     monkeypatch.setattr(Target, "decoder", None)  # torch's products round differently in other shapes
@@ -100,6 +101,7 @@ def test_in_half_precision_every_difference_is_proved(tree, batch_size, target_i
     assert all(divergence.is_proved for divergence in report.divergences)
 
 
+@pytest.mark.slow
 def test_texts_of_rounds_of_several_widths_are_proved_too(target_in, monkeypatch):
     monkeypatch.setattr(Target, "decoder", None)
     report = checked(target_in(torch.bfloat16), verify_cost=0.1)

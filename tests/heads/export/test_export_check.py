@@ -282,6 +282,7 @@ def test_a_fault_is_found(damaged, kind, fault, reason):
     assert all("\n" not in line for line in problems)
 
 
+@pytest.mark.slow
 def test_every_tensor_is_missed(damaged, exported, tmp_path):
     """Whichever is taken out of whichever layout."""
     for kind in KINDS:
@@ -322,7 +323,7 @@ def paths_in(value, path=()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fast_only(kind=["speculators"])
+@pytest.mark.slow
 def test_a_value_of_any_other_type_is_a_problem_and_no_crash(kind, exported):
     path = exported(kind) / "config.json"
     sound = path.read_text()

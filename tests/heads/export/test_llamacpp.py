@@ -119,6 +119,7 @@ def test_a_block_drafter_is_converted_with_its_target_and_served_as_what_it_is(t
     assert "--target-model-dir" in convert, "tokenizer and tables are the target's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -384,6 +385,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_folder_and_the_file_made_of_it_must_agree(trained, checkout, tmp_path, case):
     changes, problem = FOLDERS[case]

@@ -168,6 +168,7 @@ CASES += [("moe wrapper", {"each": each, "target_each": False}) for each in (Fal
 CASES += [("moe", {"each": False})]
 
 
+@pytest.mark.fast_only(kind=["dense"])
 @pytest.mark.parametrize(("kind", "stored"), CASES)
 def test_modules_are_read_trained_and_put_back(checkpoint, make_batch, tmp_path, kind, stored):
     folder, module = checkpoint(kind, **stored)
