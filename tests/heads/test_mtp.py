@@ -225,6 +225,7 @@ def test_a_trees_paths_are_chains(changes, family, prefix, tiny_target):
         torch.testing.assert_close(logits[0, i], teacher_forced(head, prefix, path)[3], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.fast_only(family=["llama"])
 def test_greedy_is_lossless(family, tiny_target):
     """Either kind of modules in either kind of tree; chains in test_contract.py."""
     target = tiny_target(family)

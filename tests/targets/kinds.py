@@ -27,7 +27,7 @@ KINDS: dict[str, Kind] = {
     name: replace(kind, model_type=kind.model_type or name) for group in GROUPS.values() for name, kind in group.items()
 }
 FAST = [  # as unlike each other as possible
-    *("gemma3_text", "phi3_longrope", "mpt", "gpt_oss", "deepseek_v3", "qwen3_5_text", "llava"),
+    *("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
 ]
 
 

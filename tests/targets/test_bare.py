@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in FAST]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 @torch.no_grad()
 def test_without_layers_a_target_reads_and_writes_the_same(name, tmp_path):

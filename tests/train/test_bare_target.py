@@ -106,6 +106,7 @@ def test_in_16_bits_too(saved, ran, loaded, monkeypatch):
     assert bare == ran(target, "eagle3", "whole", dtype="bfloat16") and loaded() == ["BareTarget", "Target"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["eagle", "hydra", {"type": "block"}, {"type": "eagle3", "draft_vocab_size": 32}])
 def test_every_family_that_reads_states_alone_has_the_same_losses(head, saved_target, ran, loaded, monkeypatch):
     bare = ran(saved_target, head, "bare")
@@ -161,6 +162,7 @@ def test_features_that_do_not_say_how_the_output_layer_is_used_take_the_whole_ta
     assert before and loaded() == ["BareTarget"]
 
 
+@pytest.mark.fast_only(dtype=["float32"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_how_the_output_layer_is_used_is_found_without_layers(kind, dtype, saved):

@@ -162,7 +162,7 @@ def test_a_seed_past_many_epochs_keeps_going(run):
 # What comes out
 
 
-@pytest.mark.fast_only(head_type=["block", "mtp"])
+@pytest.mark.fast_only(head_type=["block"])
 def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type, run, world):
     how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
     how += ["train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}"]

@@ -51,7 +51,7 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     assert kept == [0, 6, 7, 5, 0, 0]
 
 
-@pytest.mark.fast_only(num_joining=[2])
+@pytest.mark.fast_only(head_type=["block", "eagle3"], num_joining=[2])
 @pytest.mark.parametrize("num_joining", [1, 2])
 def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     head_type, num_joining, tiny_target, monkeypatch
@@ -79,6 +79,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_drafters_too(name, target, tiny_target, monkeypatch):
     prompts = [*PROMPTS[:5], [3 + 7 * i % 50 for i in range(60)], [3 + 5 * i % 50 for i in range(90)]]

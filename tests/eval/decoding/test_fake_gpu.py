@@ -176,6 +176,7 @@ def no_collection() -> Any:
     gc.enable()
 
 
+@pytest.mark.fast_only(head_type=["eagle3"])
 @pytest.mark.parametrize(
     ("head_type", "steps", "tree"),
     [
@@ -222,6 +223,7 @@ def test_an_engine_whose_recording_failed_is_let_go(target, monkeypatch, no_coll
 # Prompts in chunks
 
 
+@pytest.mark.fast_only(head_type=["eagle3"])
 def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, target, monkeypatch):
     """What they draft is the same, and no reading is wider than a chunk: so is no mask."""
     source = torch.Generator().manual_seed(4)

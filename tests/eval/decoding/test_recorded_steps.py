@@ -91,6 +91,7 @@ def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
     assert len(engine.replay.recorded) == (1 if drafter is None or engine.drafts_on_host else 2)
 
 
+@pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_no_step_of_any_head_reads_to_the_host(head_type, tree, target, recorded_strictly):
     both_ways(target, head_for(head_type, target), TREES[tree])
@@ -129,11 +130,13 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorded_strictly):
     target = tiny_target(family)
     both_ways(target, SparseSelfDrafter(target, 32), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_type", "tree"), [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "dynamic"), ("block", "chain")]
 )
@@ -257,7 +260,7 @@ def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkey
     assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
 
 
-@pytest.mark.fast_only(num_joining=[2])
+@pytest.mark.slow
 @pytest.mark.parametrize("num_joining", [1, 2, 3])
 def test_prompts_that_join_together_are_read_without_the_host(
     family, num_joining, tiny_target, recorded_strictly, monkeypatch

@@ -112,7 +112,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 }
 
 
-@pytest.mark.fast_only(hybrid=FEW)
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])  # others below
 def test_texts_are_the_models_own(drafter, hybrid):
     target, texts = hybrid

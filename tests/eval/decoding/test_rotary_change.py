@@ -72,6 +72,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_chains_are_the_models_own_text_alone_and_in_a_batch(drafter, target, texts):
     how = {**HOW, "num_draft_tokens": None if drafter == "none" else 3}

@@ -164,6 +164,7 @@ def test_a_rule_that_is_called_lossless_is(rule, sampled, how, draft, tree):
         assert setting.chi_square(setting.accept_by(rule, sampled=sampled)) < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rule", LOSSLESS, ids=lambda rule: rule.name)
 def test_it_is_where_only_some_drafts_of_a_chain_are_verified(rule, sampled):

@@ -122,6 +122,7 @@ def takes_anything(drafted):
     return replace(accepted, num_accepted=torch.full_like(accepted.num_accepted, drafted.depth))
 
 
+@pytest.mark.fast_only(batch_size=[1])
 @pytest.mark.parametrize("rule", [second_best, takes_anything])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_lossy_rule_is_caught(rule, batch_size, dtype, target_in, monkeypatch):

@@ -63,6 +63,7 @@ def measured(target, **changes):
 # Before anything is timed
 
 
+@pytest.mark.fast_only(changes=[{}])
 @pytest.mark.usefixtures("warming_up")
 @pytest.mark.parametrize("changes", [{}, {"batch_size": 3}, {"temperature": 1.0}], ids=["greedy", "batch", "sampled"])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
@@ -120,6 +121,7 @@ def narrow_mask(positions, **how):
     return hiding_a_slot(positions, **how) if positions.shape[1] == 4 else VISIBILITY(positions, **how)
 
 
+@pytest.mark.slow
 def test_a_fault_that_the_replay_repeats_is_not_proved(target, monkeypatch):
     """As of a target whose masks the engine does not know: the replay has them too, and writes the same wrong texts."""
     monkeypatch.setattr(caches, "visibility_mask", narrow_mask)

@@ -29,6 +29,7 @@ def contenders(*drafters):
     return [Contender(type(drafter).__name__, drafter, chain(3)) for drafter in drafters]
 
 
+@pytest.mark.fast_only(changes=[{"batch_size": 2}])
 @pytest.mark.parametrize("changes", [{"temperature": 1.0}, {"batch_size": 2}], ids=str)
 def test_a_drafter_measured_beside_others_has_the_figures_it_has_alone(changes, target):
     config = MeasureConfig(max_new_tokens=16, num_repeats=2, **changes)

@@ -112,6 +112,7 @@ def test_the_test_is_kolmogorov_smirnovs():
     assert below == pytest.approx(0.1, abs=0.05), "p-values are themselves uniform"
 
 
+@pytest.mark.slow
 def test_results_say_it_and_a_deviation_is_not_deployable(target, drafter):
     suite = Suite(name="some", prompts=PROMPTS[:2])
     config = MeasureConfig(max_new_tokens=24, temperature=1.0, num_repeats=2, setting=chain(3))

@@ -49,6 +49,7 @@ def test_a_tree_that_was_not_timed_is_refused():
         StepTable((planted("K 1", 1, 10, 1, 2),)).at(TREE, batch_size=1, context=10)
 
 
+@pytest.mark.fast_only(drafter=["ngram"])
 @pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
 def test_every_cell_is_timed(target, drafter, monkeypatch):
     monkeypatch.setattr(step_times, "NUM_PASSES", 2)

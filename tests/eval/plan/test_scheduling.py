@@ -83,6 +83,7 @@ def test_rows_get_what_is_likeliest_to_be_accepted_of_all_of_them():
     assert drafts.sum() < late.sum() == 9, "a budget is by the estimates of the round before"
 
 
+@pytest.mark.slow
 def test_what_is_accepted_at_each_position_gives_the_rounds_of_decoding(target, target_as_drafter):
     class Unsure(target_as_drafter):
         estimates = True

@@ -260,6 +260,7 @@ MORE += [("medusa", to, {"output": "shared"}) for to in ("vllm", "hf")]
 MORE += [("medusa", "vllm", {"target_lora_rank": 2})]
 
 
+@pytest.mark.fast_only(family=["eagle3", "medusa"])
 @pytest.mark.parametrize(("family", "to", "options"), [(*case, {}) for case in CASES] + MORE)
 def test_exported_and_imported_is_exported_alike(saved_target, tmp_path, family, to, options):
     target = Target.load(saved_target)

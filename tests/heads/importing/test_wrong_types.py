@@ -64,7 +64,7 @@ def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("family", "to"), LAYOUTS)
-@pytest.mark.fast_only(family=["eagle3"])
+@pytest.mark.slow
 def test_no_value_of_another_type_is_more_than_a_line(exported, family, to):
     assert to in engines_of(family)
     target, folder, config = exported(family, to)
