@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from headstart.benchmarks import data_figures, readme_figures
+from headstart.benchmarks import context_figures, data_figures, readme_figures
 from headstart.scripts.cli import app
 from headstart.train import trend
 from typer.main import get_command
@@ -70,6 +70,8 @@ def test_the_figures_of_the_page_on_data_are_those_of_the_results():
     page = (ROOT / data_figures.PAGE).read_text()
     assert data_figures.page_of(page, curves) == page, "run data_figures"
     assert (ROOT / data_figures.CHART).read_text() == data_figures.chart(curves), "run data_figures"
+    contexts = context_figures.table(context_figures.read_figures(ROOT / context_figures.RESULTS))
+    assert readme_figures.with_figures(page, contexts, name="contexts") == page, "run context_figures"
 
 
 def test_forecasts_expect_what_the_trainings_of_the_page_on_data_did():
