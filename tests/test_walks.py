@@ -145,7 +145,7 @@ def test_a_figure_is_added_in_three_places(walk, saved_target):
     """Then report.json has it, and older reports are still read; with a line more the page has it."""
     copy = walk("add a figure to the report?")
     field = "    most_committed: int | None = None  # tokens of a row in a round\n"
-    value = "most_committed=max((max(done.num_committed) for run in runs for done in run.rounds), default=None)"
+    value = "most_committed=max((max(done.num_committed) for done in rounds), default=None)"
     row = "| `most_committed` | tokens | the most that a round committed of a row |\n"
     copy.insert("eval/measurement/result.py", ("    acceptance_length_ci95: Ends = (None, None)\n", field))
     copy.insert("eval/measurement/summary.py", ("        acceptance_length=length,\n", f"        {value},\n"))
