@@ -32,7 +32,7 @@ class ContextFigure:
     mean_prompt: int  # tokens that they have
     rounds: list[int]  # by prompt
     committed: list[int]  # tokens of these rounds, by prompt
-    texts_equal: bool  # to those that the other heads decoded
+    texts_equal: bool  # to those of the run's first head
 
     @property
     def acceptance_length(self) -> float:

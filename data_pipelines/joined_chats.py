@@ -36,6 +36,11 @@ class JoinedChat:
         return (json.dumps(first, ensure_ascii=False) + "\n").encode()
 
 
+def is_joinable(roles: list[str]) -> bool:
+    """Whether a chat's turns can follow another's: it ends with an answer, its system prompts are at its start."""
+    return roles[-1] == "assistant" and "system" not in roles[roles.count("system") :]
+
+
 class ChatJoiner:
     """Joins chats that have the same system prompt, in their order, and leaves other rows as they are.
 
@@ -50,7 +55,7 @@ class ChatJoiner:
     def add(self, line: bytes, num_tokens: int) -> Iterator[bytes]:
         """Add a row, and yield the rows that it completes. num_tokens: of the row as the chat template renders it."""
         row = json.loads(line)
-        if not JOINABLE >= row.keys() >= {"messages"} or row["messages"][-1]["role"] != "assistant":
+        if not JOINABLE >= row.keys() >= {"messages"} or not is_joinable([turn["role"] for turn in row["messages"]]):
             yield line
             return
         system = json.dumps([turn for turn in row["messages"] if turn["role"] == "system"])

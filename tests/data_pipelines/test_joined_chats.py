@@ -56,6 +56,8 @@ def test_chats_of_different_system_prompts_are_not_mixed_and_each_prompt_is_said
 def test_what_cannot_be_joined_is_written_as_it_was():
     for row in (*lines(1, tools=[{"name": "add"}]), b'{"id": "0", "text": "a"}', lines(1)[0]):
         assert joined([row]) == [json.loads(row)]
+    late = json.dumps({"id": "0", "source": "a", "messages": [*turns(0), *turns(1, "Be brief.")]}).encode()
+    assert joined([late, late]) == [json.loads(late)] * 2, "a system prompt in the middle has its place"
     [long, after] = joined(lines(2), num_tokens=LONGEST)
     assert long["messages"] == turns(0) and after["messages"] == turns(1)
 
