@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .decoders.cache import SlotCache, newest_slots, seen_by_children
-from .decoders.split_attention import whole_parts
+from .decoders.cache import SlotCache, in_steps, newest_slots, seen_by_children
 from .drafter import Reading
 from .export.mtp import MtpServing
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
@@ -215,7 +214,7 @@ class MtpHead(DraftHead):
 
     def begin(self, *, batch_size: int, max_length: int) -> MtpState:
         num_lanes, weight = len(self.lanes), self._lane(0).eh_proj.weight
-        num_slots = whole_parts(max_length + num_lanes - 1, weight.device)
+        num_slots = in_steps(max_length + num_lanes - 1)
         cache = SlotCache(num_layers=num_lanes, max_length=num_slots)
         committed = weight.new_zeros(num_lanes, batch_size, self.num_depths + 2, len(weight))
         root = torch.zeros(batch_size, dtype=torch.long, device=weight.device)

@@ -13,14 +13,18 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from ...eval.decoding import continuous
 from ...eval.decoding import engine as engine_module
 from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.draft_setting import DraftSetting, chain
@@ -176,10 +180,11 @@ class DecodingWorkbench:
         size, rows = self.size, cell.batch_size
         prompts = self.suite(cell, size.asked_per_row * rows).prompts
         waiting = deque(WaitingPrompt(str(number), prompt) for number, prompt in enumerate(prompts))
-        started = time.perf_counter()
-        answers = answer_continuously(self.target, waiting, batch_size=rows, max_new_tokens=size.max_new_tokens)
-        num_tokens = sum(len(answer) for _, answer in answers)
-        seconds = time.perf_counter() - started
+        with timed(continuous, "prefill") as readings, timed(continuous, "run_round") as rounds:
+            started = time.perf_counter()
+            answers = answer_continuously(self.target, waiting, batch_size=rows, max_new_tokens=size.max_new_tokens)
+            num_tokens = sum(len(answer) for _, answer in answers)
+            seconds = time.perf_counter() - started
         context = round(statistics.median(map(len, prompts)))
         config = MeasureConfig(steps=cell.steps)
         timer = TimedCell(self.target, None, [], config, batch_size=rows, context=context, text=prompts[0])
@@ -190,7 +195,26 @@ class DecodingWorkbench:
             "tokens_per_second": round(num_tokens / seconds, 1),
             "step_ms": round(step_ms, 3),
             "share_of_rows_over_step": round(num_tokens / seconds / (1000 * rows / step_ms), 4),
+            "num_rounds": len(rounds),
+            "round_ms": round(1000 * statistics.median(rounds), 3),
+            "seconds_in_rounds": round(sum(rounds), 2),
+            "seconds_reading": round(sum(readings), 2),
         }
+
+
+@contextmanager
+def timed(module: ModuleType, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a module's function, which the device ends in it, while the context is open."""
+    function, seconds = getattr(module, name), list[float]()
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments, **options)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    with patch.object(module, name, run):
+        yield seconds
 
 
 def setting_of(cell: DecodingCell) -> DraftSetting | None:

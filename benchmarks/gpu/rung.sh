@@ -131,7 +131,7 @@ regenerate() { # what heads learn from
     head --lines -$held "$work/answers/answers.jsonl" > "$work/train.jsonl" || failed+=(answers)
     tail --lines $held "$work/answers/answers.jsonl" > "$work/validation.jsonl" || failed+=(answers)
 }
-train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16
+train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its metrics to $out, in bf16, in parts of 15 MB
     local run=$work/$1 head
     rm -rf "$run"
     part "train $1" $(($2 + 50)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
@@ -140,7 +140,7 @@ train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its m
     head=$run/final
     [ -d "$head" ] || head=$run/best # of the validation at the end of the time
     part "export $1" 45 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"
-    tar --create --file "$out/$1.tar" --directory "$run" served metrics.jsonl || failed+=("$1.tar")
+    tar --create --directory "$run" served metrics.jsonl | split --bytes 15M - "$out/$1.tar." || failed+=("$1.tar")
 }
 evaluate() { # RUN ...
     local drafters=() run

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ...heads.decoders.cache import EXTENT_STEP, SlotCache
-from ...heads.decoders.split_attention import whole_parts
+from ...heads.decoders.cache import EXTENT_STEP, SlotCache, in_steps
 from ...heads.decoders.tree_nodes import ancestors
 from ...heads.drafter import Drafter, Reading
 from ...heads.drafting import Draws, Proposal, StaticTree, Tree
@@ -98,8 +97,7 @@ class Engine:
         self.layers = drafter.feature_layers if drafter else ()
         # slots after the committed tokens that a round may write, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
-        num_slots = -(-(max_length + 1 + self.num_spare) // EXTENT_STEP) * EXTENT_STEP
-        self.num_slots = whole_parts(num_slots, target.device)
+        self.num_slots = in_steps(max_length + 1 + self.num_spare)
         self.cache: SlotCache = target.new_cache(self.num_slots, num_rows=batch_size, width=1 + self.num_drafted)
         self.replay = Replay(steps, target.device, generator)
         self.compiles_layers = steps == "graph"  # its shapes repeat

@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..nn.masks import first_visible, hiding, visibility_mask
-from .split_attention import whole_parts
 from .tree_nodes import is_readable
 
 # what models and layers call the cache that they take, from transformers 5.24 on and before
 CACHE_ARGUMENTS = ("cache", "layer_past", "past_key_values")
 EXTENT_STEP = 64  # attention reads a multiple of this many slots, so that few different shapes occur
+
+
+def in_steps(num_slots: int) -> int:
+    """`num_slots`, rounded up to a multiple of EXTENT_STEP."""
+    return -(-num_slots // EXTENT_STEP) * EXTENT_STEP
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -155,8 +159,7 @@ class SlotCache(Cache):
         self.positions, self.num_before = positions, extent - positions.shape[1] if is_exact else 0
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        in_steps = whole_parts(-(-extent // EXTENT_STEP) * EXTENT_STEP, positions.device)
-        self.extent = extent if is_exact else min(in_steps, self.max_length)
+        self.extent = extent if is_exact else min(in_steps(extent), self.max_length)
 
     def ahead(self, start: Tensor) -> AbstractContextManager[None]:
         """For drafting over this cache: forwards inside read on from `start` [B] tokens; slots need nothing for it."""

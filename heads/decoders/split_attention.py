@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 256  # slots per part
+SMALL_PART, LARGE_PART = 64, 128  # slots per part of a cache
+LONG = 2048  # slots from which parts are large
+FEWEST = 1024  # slots that are read in parts by kernels of their own, which take time to launch
 ENOUGH_BLOCKS = 64  # rows times key heads that keep a GPU busy without parts
 MOST_QUERIES = 256  # per key head; more keep a GPU busy without parts
 
@@ -16,17 +18,16 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def whole_parts(num_slots: int, device: torch.device) -> int:
-    """`num_slots`, rounded up to whole parts for a long cache on a GPU."""
-    is_long = num_slots > 4 * PART and device.type != "cpu"
-    return -(-num_slots // PART) * PART if is_long else num_slots
-
-
 def reads_in_parts(query: Tensor, key: Tensor) -> bool:
-    """Whether one block per key head and row would leave most of a GPU idle over a long cache."""
+    """Whether one block per key head and row would leave most of a GPU idle."""
     num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
-    is_long = num_slots >= 4 * PART and num_slots % PART == 0
-    return is_long and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
+    is_long = num_slots >= (2 * SMALL_PART if torch.compiler.is_compiling() else FEWEST)  # fused where compiled
+    return is_long and num_slots % SMALL_PART == 0 and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
+
+
+def part_size(num_slots: int) -> int:
+    """Slots per part; an H200's times by size: docs/LOG.md, 2026-11-28 Rungs 2 and 3."""
+    return LARGE_PART if num_slots >= LONG and num_slots % LARGE_PART == 0 else SMALL_PART
 
 
 def attention_in_parts(
@@ -34,10 +35,10 @@ def attention_in_parts(
 ) -> Tensor:
     """`masked_attention` in parts: each part has its own softmax and is weighted by its share of the whole softmax's
     denominator (Flash-Decoding, Dao et al. 2023)."""
-    mixed = []
+    mixed, size = [], part_size(key.shape[2])
     for queries, keys, values, hidden in zip(query, key, value, mask, strict=True):  # by row, to split without a copy
-        keys, values = (x.unflatten(1, (-1, PART)).transpose(0, 1) for x in (keys, values))  # [C, Nkv, PART, H]
-        hidden = hidden.unflatten(-1, (-1, PART)).permute(2, 0, 1, 3)  # [C, 1, M, PART]
+        keys, values = (x.unflatten(1, (-1, size)).transpose(0, 1) for x in (keys, values))  # [C, Nkv, P / C, H]
+        hidden = hidden.unflatten(-1, (-1, size)).permute(2, 0, 1, 3)  # [C, 1, M, P / C]
         queries = queries.expand(len(keys), -1, -1, -1)
         parts, normalisers = with_normalisers(queries, keys, values, hidden.expand(-1, keys.shape[1], -1, -1), scale)
         mixed.append((parts.float() * normalisers.softmax(0)[..., None]).sum(0))  # [Nkv, M, H]

@@ -77,7 +77,7 @@ def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
     losses = [line for line in lines_of(out) if "losses" in line]
     assert len({line.split("losses ")[1] for line in losses}) == 1 and len(losses) == 2, "FSDP2 and one process agree"
     for run in ("eagle3", "block"):
-        assert head_record(tmp_path / "work" / run / "served").family == run and (out / f"{run}.tar").is_file()
+        assert head_record(tmp_path / "work" / run / "served").family == run and (out / f"{run}.tar.aa").is_file()
     report, plan = (json.loads((out / name).read_text()) for name in ("report.json", "plan.json"))
     assert {result["drafter"] for result in report["results"]} == {"eagle3", "suffix+answers"}, "rung 5 comes last"
     assert plan["recommendation"]

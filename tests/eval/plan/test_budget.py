@@ -130,12 +130,12 @@ def test_prompts_are_spread_and_their_rounds_are_those_of_decoding_them_alone(ta
 
 @pytest.mark.slow
 def test_predictions_are_what_is_measured_in_the_same_run(target, monkeypatch):
-    """In processor time; the best of three tries counts."""
+    """In processor time, which other work on the same cores lengthens unevenly: the best of six tries counts."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     monkeypatch.setattr(disturbance, "processor_seconds", lambda: None)
     head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
     apart = []
-    for _ in range(3):
+    for _ in range(6):
         found = planned(target, head, Budget(20.0), lengths=(1, 3), batch_sizes=(1, 2), trees=[], check="all")
         assert found.check.num_cells == 4
         apart.append(found.check.median_error)

@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 from headstart.eval.decoding import generate
 from headstart.heads.decoders import attention, split_attention
-from headstart.heads.decoders.split_attention import PART, attention_in_parts, masked_attention, reads_in_parts
+from headstart.heads.decoders.split_attention import (
+    FEWEST,
+    attention_in_parts,
+    masked_attention,
+    part_size,
+    reads_in_parts,
+)
 from headstart.heads.drafting import StaticTree
 from headstart.heads.registry import HEADS, build_head
 
@@ -24,7 +30,7 @@ def inputs(sizes, dtype):
     return drawn(num_queries), drawn(num_slots + 77)[:, :, :num_slots], drawn(num_slots + 77)[:, :, :num_slots], mask
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 12, 4 * PART, 16), (3, 4, 5, 5 * PART, 64)])
+@pytest.mark.parametrize("sizes", [(1, 2, 12, 256, 16), (3, 4, 5, 320, 64), (1, 2, 12, 2048, 16)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_parts_put_together_are_the_whole(sizes, scale):
     query, key, value, mask = inputs(sizes, torch.float32)
@@ -33,7 +39,7 @@ def test_parts_put_together_are_the_whole(sizes, scale):
 
 
 def test_in_half_precision_the_error_is_that_of_the_whole():
-    query, key, value, mask = inputs((1, 8, 24, 8 * PART, 128), torch.bfloat16)
+    query, key, value, mask = inputs((1, 8, 24, 2048, 128), torch.bfloat16)
     exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)), attn_mask=mask.double())
     whole, parts = masked_attention(query, key, value, mask), attention_in_parts(query, key, value, mask)
     assert parts.dtype == torch.bfloat16
@@ -43,16 +49,26 @@ def test_in_half_precision_the_error_is_that_of_the_whole():
 @pytest.mark.parametrize(
     ("rows", "queries", "slots", "wanted"),
     [
-        (1, 24, 4 * PART, True),
-        (1, 24, 2 * PART, False),  # short
-        (1, 24, 4 * PART + 64, False),  # no whole parts
-        (8, 24, 4 * PART, False),  # rows enough
-        (1, 2000, 4 * PART, False),  # a prompt
+        (1, 24, FEWEST, True),
+        (1, 24, FEWEST - 64, False),  # short
+        (1, 24, FEWEST + 32, False),  # no whole parts
+        (8, 24, FEWEST, False),  # rows enough
+        (1, 2000, FEWEST, False),  # a prompt
     ],
 )
 def test_parts_are_for_few_queries_over_long_caches(rows, queries, slots, wanted):
     query, key = torch.empty(rows, 8, queries, 4), torch.empty(rows, 8, slots, 4)
     assert reads_in_parts(query, key) == wanted
+
+
+def test_compiled_layers_read_short_caches_in_parts_too(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    query = torch.empty(1, 8, 24, 4)
+    assert [reads_in_parts(query, torch.empty(1, 8, slots, 4)) for slots in (64, 128, 704)] == [False, True, True]
+
+
+def test_a_long_cache_is_read_in_larger_parts():
+    assert [part_size(slots) for slots in (128, 1984, 2048, 2048 + 64, 4096)] == [64, 64, 128, 64, 128]
 
 
 TREE = StaticTree(((0,), (1,), (0, 0), (1, 0)))
@@ -75,7 +91,7 @@ def test_texts_are_the_same(head_type, tree, target, monkeypatch):
         read.append(key.shape[2])
         return attention_in_parts(query, key, value, mask, scale=scale)
 
-    monkeypatch.setattr(split_attention, "PART", 16)
+    monkeypatch.setattr(split_attention, "SMALL_PART", 16)
     monkeypatch.setattr(attention, "masked_attention", in_parts)
     assert generate(target, head, prompts, **how).token_ids == wanted
     assert len(read) > 100 and max(read) >= 64
