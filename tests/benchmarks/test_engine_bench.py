@@ -23,6 +23,7 @@ from headstart.benchmarks.engine_cells import (
 from headstart.benchmarks.store import judge
 from headstart.eval.decoding import generate
 from headstart.eval.measurement import step_times
+from headstart.heads.decoders.split_attention import reads_in_parts
 
 CPU = torch.device("cpu")
 GOOD = {
@@ -93,7 +94,7 @@ def test_all_that_is_asked_of_the_engine_has_a_cell():
     single, load = single_cells(size, "graph"), load_cells(size, "graph")
     names = [cell.name for cell in single]
     assert len(set(names)) == len(names) and len({cell.name for cell in load}) == len(load)
-    assert names[:3] == ["baseline", "baseline without cuDNN", "baseline without compiler"]
+    assert names[:3] == ["baseline", "baseline without parts", "baseline without compiler"]
     assert {name for name in names if name.startswith("verify")} == {f"verify {n}" for n in (2, 4, 8, 16, 32, 64)}
     assert {f"draft {family}" for family in (MAIN, *OTHERS)} | {f"synthetic {MAIN}"} < set(names)
     cuts = {cell.name: cell.draft_vocabulary for cell in single if cell.name.startswith("draft")}
@@ -114,15 +115,16 @@ def test_cells_read_equally_many_slots_whatever_they_draft(toy, monkeypatch):
     assert len(built) == 7 and len({engine.num_slots for engine in built}) == 1
 
 
-@pytest.mark.parametrize("part", ["cuDNN", "compiler"])
+@pytest.mark.parametrize("part", ["parts", "compiler"])
 def test_what_is_left_out_is_so_for_a_cell_only(part):
     decoder = SimpleNamespace(compiles=True, compiled={"a layer": 1})
     target: Any = SimpleNamespace(decoder=decoder)
+    query, key = torch.empty(1, 8, 4, 2), torch.empty(1, 8, 2048, 2)
     with left_out(part, target):
         assert decoder.compiled == {} and decoder.compiles == (part != "compiler")
-        assert torch.backends.cuda.cudnn_sdp_enabled() == (part != "cuDNN")
+        assert reads_in_parts(query, key) == (part != "parts")
     assert decoder == SimpleNamespace(compiles=True, compiled={"a layer": 1})
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert reads_in_parts(query, key)
 
 
 def test_a_cut_draft_vocabulary_is_timed_with_an_output_layer_of_that_size():
