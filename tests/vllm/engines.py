@@ -120,8 +120,8 @@ def same_drafts(
 ) -> dict[str, Any]:
     """What both engines counted, where texts and drafts are the same; else the test fails.
 
-    Below float32 rounding decides between drafts that are nearly as likely: there the counts are alike, to a tenth: in 55 rounds one
-    draft more that stands, and so a round less, is 2 to 3 %.
+    Below float32 rounding decides between drafts that are nearly as likely: there the counts are alike, to a tenth. One
+    draft more that stands in 55 rounds, and so a round less, is 2 to 3 %.
 
     Args: theirs: what client.py has of the head.
     """
