@@ -204,7 +204,7 @@ class DecodingWorkbench:
 
 @contextmanager
 def timed(module: ModuleType, name: str) -> Iterator[list[float]]:
-    """The seconds of each call of a module's function, which the device ends in it, while the context is open."""
+    """The seconds of each call of a module's function while the context is open; it must wait for the device itself."""
     function, seconds = getattr(module, name), list[float]()
 
     def run(*arguments: Any, **options: Any) -> Any:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 SMALL_PART, LARGE_PART = 64, 128  # slots per part of a cache
 LONG = 2048  # slots from which parts are large
-FEWEST = 1024  # slots that are read in parts by kernels of their own, which take time to launch
+FEWEST_FUSED = 2 * SMALL_PART  # slots that compiled layers read in parts
+FEWEST = 1024  # slots that others do: there each step over the parts is a launch of its own
 ENOUGH_BLOCKS = 64  # rows times key heads that keep a GPU busy without parts
 MOST_QUERIES = 256  # per key head; more keep a GPU busy without parts
 
@@ -19,10 +20,14 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
 
 
 def reads_in_parts(query: Tensor, key: Tensor) -> bool:
-    """Whether one block per key head and row would leave most of a GPU idle."""
+    """Whether one block per key head and row would leave most of a GPU idle, and parts gain more than they cost.
+
+    Args: query: [B, Nkv, M, H]. key: [B, Nkv, P, H].
+    """
     num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
-    is_long = num_slots >= (2 * SMALL_PART if torch.compiler.is_compiling() else FEWEST)  # fused where compiled
-    return is_long and num_slots % SMALL_PART == 0 and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
+    fewest = FEWEST_FUSED if torch.compiler.is_compiling() else FEWEST
+    is_long = num_slots >= fewest and num_slots % SMALL_PART == 0
+    return is_long and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
 
 
 def part_size(num_slots: int) -> int:
