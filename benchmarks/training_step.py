@@ -36,7 +36,7 @@ from ..train.speed import Operations, matmul_rate, synchronize
 from .profiled import profiled
 from .store import Figures
 
-KEPT_ELSEWHERE = 80 * 10**9 // kept.SHARE  # of a GPU of 80 GB
+GPU_BYTES = 80 * 2**30  # of the GPU for which memory is estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,10 @@ class LiveBytes(TorchDispatchMode):
                 self.now += size
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._end, key, size).atexit = False
+
+    def leave_aside(self, *tensors: Tensor) -> None:
+        """Never count the storages of these tensors, which outlive the mode, nor what is seen of them in views."""
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _end(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -141,9 +145,11 @@ def run_step(head: DraftHead, batch: DraftBatch, *, dtype: str) -> None:
 
 
 def peak_bytes(head: DraftHead, batch: DraftBatch, *, dtype: str) -> int:
-    """Peak bytes of live tensors in a step after the first, when weights, moments and gradients exist."""
+    """Peak bytes of live tensors in a step after the first, when weights, moments and gradients exist. The target and
+    the batch are left aside."""
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with LiveBytes() as live:
+        live.leave_aside(*given(head, batch))
         live.count(*head.parameters(), *head.buffers())
         moments = [torch.zeros_like(parameter) for parameter in [*trained, *trained]]
         run_step(head, batch, dtype=dtype)
@@ -153,15 +159,23 @@ def peak_bytes(head: DraftHead, batch: DraftBatch, *, dtype: str) -> int:
     return live.peak
 
 
-def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
+def given(head: DraftHead, batch: DraftBatch) -> list[Tensor]:
+    """What a step is given: the target's weights, tokens and states."""
+    return [
+        *head.target.model.parameters(), batch.input_ids, batch.loss_mask, batch.output.features, batch.output.post_norm
+    ]  # fmt: skip
+
+
+def estimated_peak(shape: Shape, *, device: str = "cuda", gpu_bytes: int = GPU_BYTES) -> int:
     """`peak_bytes` of a step on a device that is not at hand, or at a size that it has no memory for.
 
     device: whose sizes of chunks and blocks hold. Only on a fake CPU does autocast work without the device.
+    gpu_bytes: its memory, by which a step chooses what it keeps and how many logits exist at a time.
     """
     starts = chain_starts(supervised(shape), shape.depths)
     with ExitStack() as stack:
         if device != "cpu":
-            stack.enter_context(as_elsewhere())
+            stack.enter_context(as_on_gpu(gpu_bytes))
         blocks = starts.blocks
         mode = stack.enter_context(FakeTensorMode())
         head, batch = build_step(shape)
@@ -176,13 +190,14 @@ def estimated_peak(shape: Shape, *, device: str = "cuda") -> int:
 
 
 @contextmanager
-def as_elsewhere() -> Iterator[None]:
-    """CPU tensors are treated as those of any other device."""
+def as_on_gpu(num_bytes: int) -> Iterator[None]:
+    """CPU tensors are treated as those of a GPU with that much memory."""
     with (
         patch.object(chunked, "CHUNK", {}),
+        patch.object(chunked, "CHUNK_ELSEWHERE", chunked.logits_held(num_bytes)),
         patch.object(sight, "QUERY_BLOCK", {}),
         patch.object(chain_attention, "OWN_PRODUCTS", {}),
-        patch.object(kept, "most_kept", lambda device: KEPT_ELSEWHERE),
+        patch.object(kept, "most_kept", lambda device: num_bytes // kept.SHARE),
         patch.object(chain_attention, "is_flash", lambda *_: False),
     ):
         yield
@@ -245,12 +260,10 @@ class TrainingStep:
         """Peak bytes in a step."""
         if self.device.type != "cuda":
             return None if self.is_compiled else peak_bytes(self.head, self.batch, dtype=self.shape.dtype)
-        batch, model = self.batch, self.head.target.model
-        aside = (*model.parameters(), batch.input_ids, batch.loss_mask, batch.output.features, batch.output.post_norm)
         torch.cuda.reset_peak_memory_stats()
         self()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - sum(tensor.nbytes for tensor in aside)
+        return torch.cuda.max_memory_allocated() - sum(tensor.nbytes for tensor in given(self.head, self.batch))
 
     def profile(self) -> Figures:
         """One step by operator."""

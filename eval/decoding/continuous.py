@@ -24,6 +24,16 @@ COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for
 
 
 @dataclass(frozen=True)
+class Launched:
+    """A round of the baseline that the device runs. tokens: [B, 1] on the host, once `copied` is over. rows: those for
+    which it decodes."""
+
+    tokens: Tensor
+    copied: torch.cuda.Event | None
+    rows: set[int]
+
+
+@dataclass(frozen=True)
 class WaitingPrompt:
     """A prompt that waits for its answer. key: identifies the answer."""
 
@@ -77,6 +87,9 @@ class _Pass:
         self.state = DecodeState(None, zeros[:, None].clone(), zeros)
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
         self.last_read: list[list[int]] = []  # the prompts whose keys and values the reader holds
+        self.is_busy = torch.zeros_like(zeros)  # 1 for each row of `keys`; on the device, as rounds ahead must not wait
+        self.is_ahead = drafter is None and target.row_rotary is None and launches_ahead(target.device)
+        self.launched: Launched | None = None
 
     def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         most_rounds = len(waiting) * self.max_new_tokens / len(self.keys)
@@ -85,10 +98,37 @@ class _Pass:
             yield from self._join_waiting(waiting)
             if all(key is None for key in self.keys):
                 return
-            _, self.state = run_round(self.engine, self.texts, self.state, self.watch)
+            if self.is_ahead:
+                self._advance_ahead()
+            else:
+                _, self.state = run_round(self.engine, self.texts, self.state, self.watch)
             for row, key in enumerate(self.keys):
                 if key is not None and self.texts.ended[row]:
                     yield self._leave(row)
+
+    def _advance_ahead(self) -> None:
+        """Launch a round, and commit the one before while the device runs it: of a row that has ended one token more
+        is decoded, and dropped."""
+        before = self.launched
+        self.launched = self._launch(num_unread=int(before is not None and bool(before.rows)))
+        if before is None:
+            return
+        if before.copied is not None:
+            before.copied.synchronize()
+        rows = enumerate(before.tokens.tolist())
+        self.texts.commit([0] * len(self.keys), [new if row in before.rows else [] for row, new in rows], num_drafted=0)
+
+    def _launch(self, *, num_unread: int) -> Launched:
+        engine, state = self.engine, self.state
+        engine.begin_round(self.texts.num_committed + num_unread)
+        engine.rehearse(state)
+        chosen = engine.verify(state, engine.draft(None)).committed.clone()  # [B, 1]
+        self.state = DecodeState(None, chosen, state.start + self.is_busy)
+        tokens, copied = chosen.to("cpu", non_blocking=True), None
+        if chosen.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(chosen.device))
+        return Launched(tokens, copied, {row for row, key in enumerate(self.keys) if key is not None})
 
     def _join_waiting(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
         """Let waiting prompts take idle rows, as many together as the reader reads; yields answers of one token."""
@@ -123,7 +163,10 @@ class _Pass:
                 self.state = replace(self.state, read=stacked(readings, num_rows=len(readings)))
             self.texts.prompts[row], self.texts.new[row] = asked.prompt, apart.new[source_row]
             self.texts.ended[row], self.keys[row] = apart.ended[source_row], asked.key
+        if self.launched is not None:
+            self.launched.rows.difference_update(rows)
         self.state.last[rows], self.state.start[rows] = read.last[: len(rows)], read.start[: len(rows)]
+        self.is_busy[rows] = 1
 
     def _num_known(self, prompts: list[list[int]]) -> int:
         """Tokens with which all begin that lie in the reader's cache already, as chat templates begin alike.
@@ -151,8 +194,13 @@ class _Pass:
         key, tokens = self.keys[row], self.texts.new[row]
         assert key is not None
         self.keys[row], self.texts.prompts[row], self.texts.new[row] = None, [], []
-        self.state.start[row] = 0  # an idle row reads few slots
+        self.state.start[row] = self.is_busy[row] = 0  # an idle row reads few slots
         return key, tokens
+
+
+def launches_ahead(device: torch.device) -> bool:
+    """Whether a round is launched before the last one's tokens are read."""
+    return device.type == "cuda"
 
 
 def most_joining(device: torch.device, num_rows: int) -> int:

@@ -67,8 +67,12 @@ def chunk_size(num_logits: int, device: torch.device) -> int:
 @cache
 def most_logits(device: torch.device) -> int:
     """Logits that exist at a time on a GPU. Depends on its total, not its free memory, so that runs are repeatable."""
-    doublings = int(math.log2(max(1.0, torch.cuda.get_device_properties(device).total_memory / BYTES_PER_CHUNK)))
-    return min(CHUNK_ELSEWHERE << doublings, MOST_CHUNK)
+    return logits_held(torch.cuda.get_device_properties(device).total_memory)
+
+
+def logits_held(num_bytes: int) -> int:
+    """`most_logits` of a GPU with that much memory."""
+    return min(CHUNK_ELSEWHERE << int(math.log2(max(1.0, num_bytes / BYTES_PER_CHUNK))), MOST_CHUNK)
 
 
 def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.loop import Texts
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import SuffixDrafter
@@ -30,6 +32,13 @@ def written(target, prompt, **options):
     return generate(target, None, list(prompt), **options).token_ids[0]
 
 
+@pytest.fixture(params=["one round at a time", "a round ahead"])
+def rounds(request, monkeypatch):
+    """Whether the next round is launched before a round's tokens are read, as on a GPU."""
+    monkeypatch.setattr(continuous, "launches_ahead", lambda device: request.param == "a round ahead")
+
+
+@pytest.mark.usefixtures("rounds")
 @pytest.mark.parametrize(("batch_size", "num_joining"), [(1, 1), (3, 1), (16, 1), (3, 2), (16, 4)])
 def test_answers_are_those_of_generate(target, batch_size, num_joining, monkeypatch):
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
@@ -93,6 +102,19 @@ def test_other_drafters_too(name, target, tiny_target, monkeypatch):
     assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
 
 
+def test_a_round_is_launched_before_the_last_ones_tokens_are_read(target, monkeypatch):
+    expected, order, verify, commit = alone(target, [3, 9], max_new_tokens=4), [], Engine.verify, Texts.commit
+    monkeypatch.setattr(continuous, "launches_ahead", lambda device: True)
+    monkeypatch.setattr(Engine, "verify", lambda *given: order.append("launch") or verify(*given))
+    monkeypatch.setattr(Texts, "commit", lambda *given, **how: order.append("read") or commit(*given, **how))
+    waiting = deque([WaitingPrompt("0", [3, 9])])
+    (answer,) = answer_continuously(target, waiting, batch_size=1, max_new_tokens=4)
+    assert answer == ("0", expected) and len(expected) == 4
+    allocating = ["launch", "read"]
+    assert order == ["read", *allocating, "launch", *["launch", "read"] * 3], "the first token is the prefill's"
+
+
+@pytest.mark.usefixtures("rounds")
 def test_rows_leave_as_they_end_and_others_take_their_place(target):
     texts = [alone(target, prompt, max_new_tokens=14) for prompt in PROMPTS]
     stop = Stop(frozenset({texts[0][2]}))  # ends answers at unequal lengths
@@ -104,6 +126,7 @@ def test_rows_leave_as_they_end_and_others_take_their_place(target):
     assert sorted(order) == sorted(map(str, range(len(PROMPTS)))) and order != sorted(order, key=int)
 
 
+@pytest.mark.usefixtures("rounds")
 def test_what_is_asked_meanwhile_is_answered_also_where_it_is_longer(target):
     waiting, answers = deque([WaitingPrompt("first", PROMPTS[0])]), {}
     for key, tokens in answer_continuously(target, waiting, batch_size=2, max_new_tokens=6):
@@ -125,6 +148,7 @@ def resident_mebibytes():
     "seconds", [1, pytest.param(int(os.environ.get("HEADSTART_SOAK_SECONDS", 120)), marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(0)
+@pytest.mark.usefixtures("rounds")
 def test_a_soak_leaves_memory_flat_and_every_text_the_targets_own(seconds, saved_target):
     """Prompts of 1 to 120 tokens come at a random rate; some are withdrawn while they wait, now and then all that
     decode are given up; stop strings end answers at any length. HEADSTART_SOAK_SECONDS=3600 makes an hour of it."""

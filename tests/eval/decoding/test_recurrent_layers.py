@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding import continuous
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.draft_setting import DraftSetting
 from headstart.eval.decoding.engine import Engine
@@ -147,8 +148,10 @@ def test_one_engine_decodes_batch_after_batch(hybrid):
 
 
 @pytest.mark.fast_only(hybrid=FEW)
-@pytest.mark.parametrize("drafter", ["none", "itself"])
-def test_rows_join_and_leave_a_running_batch(drafter, hybrid):
+@pytest.mark.parametrize(("drafter", "is_ahead"), [("none", False), ("none", True), ("itself", False)])
+def test_rows_join_and_leave_a_running_batch(drafter, is_ahead, hybrid, monkeypatch):
+    """is_ahead: the next round is launched before a round's tokens are read, as on a GPU."""
+    monkeypatch.setattr(continuous, "launches_ahead", lambda device: is_ahead)
     target, texts = hybrid
     waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS * 2))
     how = {"batch_size": 3, "max_new_tokens": NUM_NEW, "stop": Stop(frozenset())}
