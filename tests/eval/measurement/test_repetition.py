@@ -4,7 +4,7 @@ import pytest
 from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.measurement.batches import MeasuredBatch, Side, timed_seconds
 from headstart.eval.measurement.repetition import longest_loop, repeated_share, text_repetition
-from headstart.eval.measurement.summary import repetitions, without_loops
+from headstart.eval.measurement.summary import observations, repetitions, without_loops
 from headstart.eval.suites.prompts import PromptSource, Suite
 
 PLAIN, LOOP = list(range(40)), [7, 8, 9] * 13 + [7]
@@ -40,7 +40,7 @@ def side(seconds, texts, accepted):
 
 def batch(number, texts, *, fast, accepted=(0, 0)):
     sources = [PromptSource(10 * number + row, "chat:1") for row in range(len(texts))]
-    suite = Suite("chat", [[1]] * len(texts), sources=sources)
+    suite = Suite("chat", [[1, source.number] for source in sources], sources=sources)
     accepted = list(accepted[: len(texts)])
     return MeasuredBatch(number, suite, side(fast, texts, accepted), side(1.0, texts, accepted))
 
@@ -51,6 +51,17 @@ def test_a_batch_that_earlier_prompts_fill_is_no_observation():
     batches[1].suite.sources[1] = batches[0].suite.sources[0]
     assert timed_seconds(batches) == [batches[0].seconds]
     assert timed_seconds(batches[1:]) == [batches[1].seconds], "the only one"
+
+
+def test_a_prompt_that_is_asked_twice_is_one_observation():
+    """Else a file that repeats one prompt would pass for the traffic of many, with an interval of next to no width."""
+    batches = [batch(i, [PLAIN], fast=0.5 + i) for i in range(3)]
+    batches[2].suite.prompts[0] = batches[0].suite.prompts[0]
+    assert [list(seen.prompts) for seen in observations(batches, 1, num_draft_tokens=3)] == [[0, 20], [10]]
+    assert timed_seconds(batches) == [(2.0, 0.5 + 2.5), (1.0, 1.5)], "its times are summed"
+    both = [batch(i, [PLAIN, PLAIN], fast=1.0) for i in range(2)]
+    both[1].suite.prompts[:] = both[0].suite.prompts
+    assert timed_seconds(both) == [(2.0, 2.0)]
 
 
 def test_figures_without_loops_are_those_of_the_other_prompts():
