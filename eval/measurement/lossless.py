@@ -51,18 +51,20 @@ def compare_texts(
     prove: Callable[[], Unproved],
     *,
     numbers: Sequence[int],
-    seen: set[int] | None = None,
+    seen: set[tuple[int, ...]] | None = None,
 ) -> LosslessReport:
     """Compare the new tokens of a batch, row by row, with the baseline's.
 
-    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts. seen:
-        numbers that were compared before and are skipped; this batch's are added.
+    Args: prove: returns `first_unproved` of all rows; called if a text differs. numbers: of the prompts. seen: numbers
+        with texts that were compared before: a prompt's same text is skipped. This batch's are added.
     """
-    seen = set() if seen is None else seen
-    rows = {number: row for row, number in reversed(list(enumerate(numbers))) if number not in seen}
-    seen.update(rows)
     assert len(baseline) == len(speculative)
-    differ = [row for row in sorted(rows.values()) if list(baseline[row]) != list(speculative[row])]
+    seen, rows = set() if seen is None else seen, list[int]()
+    for row, (number, text) in enumerate(zip(numbers, speculative, strict=True)):
+        if (number, *text) not in seen:
+            seen.add((number, *text))
+            rows.append(row)
+    differ = [row for row in rows if list(baseline[row]) != list(speculative[row])]
     unproved = prove() if differ else []
     divergences = []
     for row in differ:

@@ -176,13 +176,14 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
 
 
 def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
-    """Compare the first repeat's texts with the baseline's, and prove those that differ."""
-    whole, seen = LosslessReport(), set[int]()
+    """Compare every text that was timed with the baseline's, and prove those that differ; a prompt's repeats count once
+    where they are the same text."""
+    whole, seen = LosslessReport(), set[tuple[int, ...]]()
     for batch in batches:
-        run, numbers = batch.drafted.runs[0], [source.number for source in batch.suite.sources]
-        plain = batch.baseline.runs[0].token_ids
-        prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
-        whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
+        plain, numbers = batch.baseline.runs[0].token_ids, [source.number for source in batch.suite.sources]
+        for run in batch.drafted.runs:
+            prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
+            whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
     return whole
 
 

@@ -179,6 +179,33 @@ def test_only_batches_with_a_difference_need_a_proof():
     assert (report + report).divergences == report.divergences * 2 and (report + report).checked == 6
 
 
+def test_each_text_of_a_prompt_is_compared_once():
+    seen = set()
+    how = {"numbers": [4, 4, 5], "seen": seen}
+    report = compare_texts([[1, 2], [1, 2], [3]], [[1, 2], [1, 9], [3]], lambda: [None, 1, None], **how)
+    assert report == LosslessReport(3, 2, 0, 1, [Divergence(4, 1, 1)])
+    again = compare_texts([[1, 2], [1, 2], [3]], [[1, 2], [1, 9], [8]], lambda: [None, 1, None], **how)
+    assert again == LosslessReport(1, 0, 1, 0, [Divergence(5, 0, None)]), "only what no earlier pass wrote"
+
+
+def test_a_text_that_only_a_later_pass_gets_wrong_is_unexplained(target):
+    """It is timed as the others are, and a rule that takes every draft is fast."""
+    num_calls = 0
+
+    def wrong_later(drafted):
+        nonlocal num_calls
+        num_calls += 1
+        accepted = exact(drafted)
+        if num_calls > 2 * 24:  # behind the warm-up and the first pass
+            accepted.num_accepted = torch.full_like(accepted.num_accepted, drafted.depth)
+        return accepted
+
+    rule = AcceptRule("exact", wrong_later, is_lossless=True, takes_offered=True)
+    config = MeasureConfig(max_new_tokens=24, num_repeats=6, accept=rule)
+    result, _ = measure(target, NgramDrafter(), Suite("one", [[1, 5, 9]]), config, name="ngram")
+    assert result.lossless.identical == 1 and result.lossless.unexplained >= 1, result.lossless
+
+
 def test_a_text_that_ends_early_is_unexplained(target, monkeypatch):
     whole = measuring.measure_batches
 
