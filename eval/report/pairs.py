@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..measurement.metrics import Ends, relative_and_interval
-from ..measurement.result import Result
+from ..measurement.result import ENGINE, Result
 from .one_result import grouped, label, name_of, ratio_words, timed_words
 
 
@@ -34,7 +34,9 @@ class Pair:
 
 
 def pair_of(setting: Result, other: Result) -> Pair | None:
-    """None unless both were timed on two or more of the same prompts."""
+    """None unless our engine timed both, by turns, on two or more of the same prompts."""
+    if {setting.engine, other.engine} != {ENGINE}:
+        return None
     of_other = {tuple(seen.prompts): seen for seen in other.observations}
     both = [(seen, of_other[key]) for seen in setting.observations if (key := tuple(seen.prompts)) in of_other]
     if len(both) < 2:

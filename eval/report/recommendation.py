@@ -213,7 +213,7 @@ def greedy_evidence(results: Sequence[Result]) -> str:
     identical = sum(result.lossless.identical for result in results)
     proved = sum(result.lossless.proved for result in results)
     unexplained = sum(result.lossless.unexplained for result in results)
-    words = f"{identical} of {checked} texts equal the target's own, token for token"
+    words = f"{identical} of {checked} texts equal the baseline's, token for token"
     if proved:
         words += f"; {proved} differ by rounding alone, proved against the model's own code"
     words += f"; {unexplained} differ UNEXPLAINED" if unexplained else "; none differs unexplained"

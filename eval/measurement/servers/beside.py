@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ....heads.drafter import Drafter
 from ....heads.target import Target
 from ...suites.prompts import Suite
@@ -32,6 +34,8 @@ def compare_llama_server(
     """
     config = comparable(config, drafter)
     command = files.command(max_length=max(map(len, suite.prompts)) + config.max_new_tokens + HEADROOM)
+    if target.device.type == "cpu":
+        command += ["-t", str(torch.get_num_threads())]  # as many as ours; its default is the number of cores
     stored = kept_in(store, target, drafter, suite, config, name=name, engine=" ".join(command))
     theirs = plain_decoding(target, command, config)
     return time_beside(

@@ -12,11 +12,12 @@ from ....heads.target import Target
 from ...decoding.draft_setting import chain
 from ...drafters.llamacpp_cache import MOST_DRAFTED
 from ...suites.prompts import Suite
+from ..batches import first_prompts
 from ..config import MeasureConfig
-from ..lossless import compare_texts
+from ..lossless import LosslessReport, compare_texts
 from ..metrics import rounded
 from ..passes import measure_parts
-from ..result import SERVER, Result
+from ..result import SERVER, Observation, Result
 from ..resume import BatchStore, Record, kept_in
 from ..summary import unmeasured, with_speedup
 from .llama_server import LlamaServer, ServerAnswer, ServerFiles
@@ -158,8 +159,10 @@ def result_of(
     prefills = [answer.prompt_ms for one in served for answer in one.drafted]
     plain_prefills = [answer.prompt_ms for one in served for answer in one.plain]
     whole, plain_whole = seconds + sum(prefills) / 1000, plain_seconds + sum(plain_prefills) / 1000
+    seen = observations(suite, served, per_round=per_round)
     return replace(
-        with_speedup(empty, [one.seconds for one in served if all(one.seconds)]),
+        with_speedup(empty, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
+        observations=seen,
         num_tokens=sum(answer.num_tokens for answer in firsts),
         num_rounds=num_rounds,
         num_committed=num_committed,
@@ -172,11 +175,33 @@ def result_of(
         baseline_ttft_ms=rounded(statistics.median(plain_prefills), 3),
         time_per_output_token_ms=rounded(1000 * seconds / max(1, num_tokens), 3),
         baseline_time_per_output_token_ms=rounded(1000 * plain_seconds / max(1, num_tokens), 3),
-        # a text that differs cannot be replayed there in forwards of equal shapes, so it stays unexplained
-        lossless=compare_texts(
-            [one.plain[0].token_ids for one in served],
-            [one.drafted[0].token_ids for one in served],
-            lambda: [0] * len(served),
-            numbers=[source.number for source in suite.sources],
-        ),
+        lossless=compare_answers(suite, served),
     )
+
+
+def observations(suite: Suite, served: Sequence[ServedAnswers], *, per_round: int) -> list[Observation]:
+    """What the intervals are computed from: the prompts with something to time, those of one chat and those that are
+    asked twice together, as in `timed_units`."""
+    firsts, units = first_prompts([suite]), dict[tuple[int, ...], list[tuple[int, ServedAnswers]]]()
+    for source, one in zip(suite.sources, served, strict=True):
+        if all(one.seconds):
+            units.setdefault(firsts[source.first], []).append((source.number, one))
+    seen = []
+    for unit in units.values():
+        answers = [one.drafted[0] for _, one in unit]
+        baseline, drafted = zip(*(one.seconds for _, one in unit), strict=True)
+        num_rounds = sum(answer.num_rounds(per_round) for answer in answers)
+        numbers = [number for number, _ in unit]
+        seen.append(Observation(numbers, num_rounds, count_decoded(answers), sum(baseline), sum(drafted)))
+    return seen
+
+
+def compare_answers(suite: Suite, served: Sequence[ServedAnswers]) -> LosslessReport:
+    """All answers with the head compared with those without it. A text that differs cannot be replayed in the server in
+    forwards of equal shapes, so it stays unexplained."""
+    whole, seen = LosslessReport(), set[tuple[int, ...]]()
+    for source, one in zip(suite.sources, served, strict=True):
+        for answer in one.drafted:
+            texts = [one.plain[0].token_ids], [answer.token_ids]
+            whole += compare_texts(*texts, lambda: [0], numbers=[source.number], seen=seen)
+    return whole

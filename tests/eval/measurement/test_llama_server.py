@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.answers import Answers
@@ -63,6 +64,8 @@ def test_both_sides_take_turns_and_their_counts_become_figures(files, target, tm
     assert (two.num_rounds, two.num_committed, two.acceptance_length) == (12, 24, 2.0)
     assert (two.speedup, two.tokens_per_second, two.baseline_tokens_per_second) == (1.25, 125.0, 100.0)
     assert two.speedup_ci95 == (1.25, 1.25) and two.ttft_ms == 6.0
+    seen = [(one.prompts, one.num_rounds, one.num_committed, one.seconds) for one in two.observations]
+    assert seen == [([i], 4, 8, pytest.approx(0.128)) for i in range(3)], "the best of several K is widened by them"
     assert two.end_to_end_speedup == round((0.48 + 0.036) / (0.384 + 0.036), 4)
     assert (two.num_draft_tokens, three.num_draft_tokens) == (2, 3)
     assert two.lossless.identical == two.lossless.checked == 3
@@ -160,12 +163,12 @@ def test_an_interrupted_measurement_goes_on(files, target, tmp_path):
 
 
 def test_its_report_and_page_are_those_of_our_engine(files, target, tmp_path):
-    results = measure_served(target, files(), Suite("six", [*SUITE.prompts, *SUITE.prompts]), CONFIG, [1, 2])
+    results = measure_served(target, files(), Suite("six", [*SUITE.prompts, [1, 2], [1, 3], [1, 4]]), CONFIG, [1, 2])
     report = build_report(target, results)
     write_report(tmp_path, report, [])
     assert read_report(tmp_path / "report.json").results == results and report.ours == results
     page = render(report)
-    assert "Deploy llama-server" in page and "12 of 12 texts equal the target" in page
+    assert "Deploy llama-server" in page and "12 of 12 texts equal the baseline" in page
 
 
 def test_settings_that_it_is_not_measured_with_are_refused(files, target):
@@ -175,13 +178,15 @@ def test_settings_that_it_is_not_measured_with_are_refused(files, target):
             measure_served(target, files(), SUITE, MeasureConfig(**values), [2])
 
 
-def test_its_plain_decoding_is_timed_beside_ours(files, target):
+def test_its_plain_decoding_is_timed_beside_ours(files, target, tmp_path):
     config = MeasureConfig(setting=chain(3), max_new_tokens=6, num_repeats=1)
     for drafter, name in ((None, "no drafts"), (NgramDrafter(), "ours with ngram")):
         result = compare_llama_server(target, drafter, SUITE, config, files(), name=name)
         assert (result.engine, result.drafter, result.num_tokens) == ("llama.cpp", name, 18)
         assert result.ours_over_theirs is not None and result.is_beside
         assert result.lossless.checked == 3 and not result.lossless.unexplained, "texts of ours that differ are proved"
+    arguments = asked(tmp_path)[-1][2]
+    assert arguments[arguments.index("-t") + 1] == str(torch.get_num_threads()), "as many threads as ours"
 
 
 def test_the_yardstick_names_its_binary_and_the_target_s_file(tmp_path):

@@ -48,7 +48,8 @@ def test_settings_that_are_not_told_apart_are_named_where_one_is_recommended():
     assert caution.replace(NBSP, " ").endswith("on the same prompts: like · chain · K 3.")
 
 
-@pytest.mark.parametrize("change", [{"suite_digest": "1f"}, {"temperature": 0.7}, {"batch_size": 2}, {"suite": "code"}])
+@pytest.mark.parametrize("change", [{"suite_digest": "1f"}, {"temperature": 0.7}, {"batch_size": 2}, {"suite": "code"},
+                                    {"engine": "llama-server"}])  # fmt: skip
 def test_other_traffic_is_not_paired(change):
     other = result("other", seen(BASE), **change)
     assert beside_fastest([HEAD, other]) == [] and not_told_apart(HEAD, [other]) == []
