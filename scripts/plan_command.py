@@ -289,7 +289,9 @@ def proof_text(advice: "RecommendedCell") -> str:
     cell, unit = advice.cell, "prompt" if advice.cell.batch_size == 1 else "batch"
     low, high = cell.measured_ci95
     if advice.is_proved:
-        return f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
+        proof = f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
+        by_chance = advice.is_off and low > 1
+        return proof + (f", and from {cell.measured_low:.2f} as the best of several" if by_chance else "")
     if cell.measured_speedup is None:
         low, high = cell.predicted_ci95
         sure = "" if low is None or high is None else f", over these prompts [{low:.2f}, {high:.2f}]"

@@ -268,7 +268,8 @@ class Planner:
                 how = replace(config, batch_size=size, num_repeats=check.num_repeats)
                 contenders = [Contender(self.name, self.drafter, cell.setting) for cell in check.cells]
                 results = measure_all(self.target, contenders, part, how)
-                measured += [cell.measured(result) for cell, (result, _) in zip(check.cells, results, strict=True)]
+                pairs, num = zip(check.cells, results, strict=True), len(results)
+                measured += [cell.measured(result, num_choices=num) for cell, (result, _) in pairs]
             for _ in here:
                 tick()
         tick()

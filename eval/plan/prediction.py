@@ -9,6 +9,7 @@ from ..decoding.draft_setting import DraftSetting
 from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
 from ..measurement.result import Result
 from ..measurement.step_times import StepTime
+from ..report.one_result import lower_end
 from ..suites.prompts import full_batches
 
 LEAST_GAIN = 0.01  # relative gain needed to choose a setting that drafts more
@@ -73,12 +74,13 @@ class Cell:
     num_rounds: int = 0  # of one row each, that its acceptance is counted in
     measured_speedup: float | None = None
     measured_ci95: Sequence[float | None] = (None, None)
+    measured_low: float | None = None  # its lower end where it is widened, as the cell is one of several measured ones
     num_timed: int | None = None  # prompts, or batches, that the interval is over
 
     @property
     def proved_speedup(self) -> float | None:
-        """The lower end of the measured interval; None if there is none, or it is over too few to hold."""
-        return self.measured_ci95[0] if (self.num_timed or 0) >= LEAST_TIMED else None
+        """The lower end of the measured interval, widened; None if there is none, or it is over too few to hold."""
+        return self.measured_low if (self.num_timed or 0) >= LEAST_TIMED else None
 
     @property
     def assured_speedup(self) -> float:
@@ -86,10 +88,12 @@ class Cell:
         best_known = self.measured_speedup or self.predicted_speedup
         return best_known if self.proved_speedup is None else self.proved_speedup
 
-    def measured(self, result: Result) -> "Cell":
-        """With what came out when it was measured."""
+    def measured(self, result: Result, *, num_choices: int) -> "Cell":
+        """With what came out when it was measured. Args: num_choices: cells of its batch size that were."""
         speedup, interval = result.speedup, result.speedup_ci95
-        return replace(self, measured_speedup=speedup, measured_ci95=interval, num_timed=result.num_timed)
+        low = None if interval[0] is None else lower_end(result, num_choices=num_choices)
+        changes = {"measured_ci95": interval, "measured_low": rounded(low), "num_timed": result.num_timed}
+        return replace(self, measured_speedup=speedup, **changes)
 
     def to_json(self) -> dict[str, Any]:
         setting = {
@@ -230,7 +234,8 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
 def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
-    Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
+    Where cells were measured over enough prompts, by the lower ends of their intervals, which are widened as those of
+    several results in a report, since the best of several is partly the best by chance; else the fastest of those that
     were measured, else the one predicted to be. Of cells within LEAST_GAIN of the fastest, the one that drafts least.
     """
     groups: dict[tuple[int, int, str], list[Cell]] = {}

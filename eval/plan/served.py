@@ -97,7 +97,8 @@ class ServedPlanner(Planner):
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
         results = self.serve([cell.setting for cell in chosen], scope, repeats=repeats) if chosen else []
-        return [cell.measured(result) for cell, result in zip(chosen, results, strict=True)]
+        num = len(results)
+        return [cell.measured(result, num_choices=num) for cell, result in zip(chosen, results, strict=True)]
 
     def serve(self, settings: Sequence[DraftSetting], scope: Scope, *, repeats: int) -> list[Result]:
         """Each setting on all prompts."""

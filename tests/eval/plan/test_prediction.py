@@ -1,13 +1,16 @@
 """Predictions: what the speed model makes of acceptance and step times, and what it advises."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.metrics import Acceptance
+from headstart.eval.measurement.metrics import Acceptance, ratio_and_interval
+from headstart.eval.measurement.result import Observation
 from headstart.eval.measurement.step_times import StepTime
 from headstart.eval.plan.accepting import accepted_by, named_trees
 from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
@@ -108,7 +111,10 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
     cells = measured(predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,)), 1.4, 1.6)
     intervals = ([1.2, 1.6], [0.9, 2.8])
     few, enough = (
-        [replace(cell, measured_ci95=ends, num_timed=num) for cell, ends in zip(cells, intervals, strict=True)]
+        [
+            replace(cell, measured_ci95=ends, measured_low=ends[0], num_timed=num)
+            for cell, ends in zip(cells, intervals, strict=True)
+        ]
         for num in (3, 4)
     )
     [advice] = recommend_cells(enough)
@@ -118,6 +124,19 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
     assert advice.cell.setting.name == "K 2" and not advice.is_proved
     [advice] = recommend_cells(enough[1:])
     assert advice.is_off and advice.is_proved, "1.6 times, but not shown to be above 1"
+
+
+def test_the_best_of_several_has_to_hold_for_one_of_several():
+    """As `headstart eval` has it: of settings that gain nothing, the best of four often seems to."""
+    [cell] = predict_cells([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    gains = [1.3, 1.0, 1.35, 1.15, 1.02, 1.2]
+    seen = [Observation([i], 10, 15, gain, 1.0) for i, gain in enumerate(gains)]
+    speedup, ends = ratio_and_interval(gains, [1.0] * 6)
+    result: Any = SimpleNamespace(speedup=speedup, speedup_ci95=ends, num_timed=6, observations=seen)
+    alone, of_four = (cell.measured(result, num_choices=num) for num in (1, 4))
+    assert alone.measured_low == pytest.approx(ends[0], abs=1e-4) and alone.measured_low > 1 > of_four.measured_low
+    assert alone.measured_ci95 == of_four.measured_ci95 == ends
+    assert [recommend_cells([one])[0].is_off for one in (alone, of_four)] == [False, True]
 
 
 def test_batches_are_full_in_predictions_too():
