@@ -46,7 +46,7 @@ def held_out_questions(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of --prompts or --chats. Rows with the same question are duplicates."""
+    """A row of --prompts or --chats. Rows whose questions are the same when `plain` are duplicates."""
 
     question: str  # the messages before the first answer, as JSON
     told: dict[str, Any]  # what else the chat template is told, as rows record it
@@ -67,6 +67,13 @@ def as_question(messages: Sequence[Any]) -> str:
     return json.dumps(messages, ensure_ascii=False, sort_keys=True)
 
 
+def plain(question: str) -> str:
+    """A question in lower case with single spaces: one that differs in these alone is the same, as look-ups and
+    `headstart data prepare` have it."""
+    messages = json.loads(question)
+    return as_question([{**one, "content": " ".join(str(one.get("content")).split()).casefold()} for one in messages])
+
+
 def split_prompts(
     prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int
 ) -> tuple[int, int, int]:
@@ -83,13 +90,14 @@ def split_prompts(
     Raises BadInput if there are too few different prompts.
     """
     rows = list(read_asked(prompts))
-    once = {asked.question: asked for asked in rows}
+    once = {asked.question: asked for asked in {plain(asked.question): asked for asked in rows}.values()}
     held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
     write_rows(folder / "held_out.jsonl", [held_out_row(once[question]) for question in held_out])
     write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
     if chats:
         answered = (chat for chat in read_asked(chats) if is_answered(chat.row))
-        write_rows(folder / "given.jsonl", [chat.row for chat in answered if chat.question not in set(held_out)])
+        never = set(map(plain, held_out))
+        write_rows(folder / "given.jsonl", [chat.row for chat in answered if plain(chat.question) not in never])
     return len(held_out), len(asked), len(rows) - len(once)
 
 

@@ -314,6 +314,19 @@ def test_what_is_held_out_is_never_asked(tmp_path):
     assert all(row["category"] == "c" for row in rows_of(tmp_path / "data" / "held_out.jsonl"))
 
 
+def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):
+    """A head would learn from its answer, which is nearly the same; look-ups leave that out too."""
+    path, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
+    texts = [form.format(i) for i in range(15) for form in ("Question {}", "question  {}\n", "QUESTION {}")]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    chats.write_text("".join(json.dumps({"prompt": text, "response": "answer"}) + "\n" for text in texts))
+    assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (5, 10, 30)
+    held_out = {row["messages"][0]["content"].split()[1] for row in rows_of(tmp_path / "data" / "held_out.jsonl")}
+    for learnt, number in (("prompts.jsonl", 10), ("given.jsonl", 30)):
+        rows = rows_of(tmp_path / "data" / learnt)
+        assert len(rows) == number and not held_out & {row["prompt"].split()[1] for row in rows}
+
+
 def test_too_few_prompts_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
