@@ -242,11 +242,15 @@ class Planner:
         """The cells, with what was measured of those that are chosen."""
         decoded = [cell for cell in cells if cell.load == "prompts"]
         chosen = {"all": decoded, "advice": shortlist(cells), "none": []}[scope.config.check]
-        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in self.measured(chosen, scope)}
+        num = len({cell.setting for cell in decoded})
+        measured = self.measured(chosen, scope, num_choices=num)
+        by_place = {(cell.setting, cell.batch_size, cell.load): cell for cell in measured}
         return [by_place.get((cell.setting, cell.batch_size, cell.load), cell) for cell in cells]
 
-    def measured(self, chosen: Sequence[Cell], scope: Scope) -> list[Cell]:
-        """Those of the cells that there is time for, decoded in earnest, those of a batch size beside one baseline."""
+    def measured(self, chosen: Sequence[Cell], scope: Scope, *, num_choices: int) -> list[Cell]:
+        """Those of the cells that there is time for, decoded in earnest, those of a batch size beside one baseline.
+
+        Args: num_choices: settings from which the cells were chosen, by what these same prompts accept."""
         config, suite, measured = scope.config.measure, scope.suite, list[Cell]()
         tick = self.bar(len(chosen), f"measuring {self.name}")
         sizes = sorted({cell.batch_size for cell in chosen})
@@ -268,8 +272,8 @@ class Planner:
                 how = replace(config, batch_size=size, num_repeats=check.num_repeats)
                 contenders = [Contender(self.name, self.drafter, cell.setting) for cell in check.cells]
                 results = measure_all(self.target, contenders, part, how)
-                pairs, num = zip(check.cells, results, strict=True), len(results)
-                measured += [cell.measured(result, num_choices=num) for cell, (result, _) in pairs]
+                pairs = zip(check.cells, results, strict=True)
+                measured += [cell.measured(result, num_choices=num_choices) for cell, (result, _) in pairs]
             for _ in here:
                 tick()
         tick()

@@ -74,7 +74,7 @@ class Cell:
     num_rounds: int = 0  # of one row each, that its acceptance is counted in
     measured_speedup: float | None = None
     measured_ci95: Sequence[float | None] = (None, None)
-    measured_low: float | None = None  # its lower end where it is widened, as the cell is one of several measured ones
+    measured_low: float | None = None  # its lower end where it is widened, as the setting is one of several
     num_timed: int | None = None  # prompts, or batches, that the interval is over
 
     @property
@@ -89,7 +89,7 @@ class Cell:
         return best_known if self.proved_speedup is None else self.proved_speedup
 
     def measured(self, result: Result, *, num_choices: int) -> "Cell":
-        """With what came out when it was measured. Args: num_choices: cells of its batch size that were."""
+        """With what came out when it was measured. Args: num_choices: settings of which it is one."""
         speedup, interval = result.speedup, result.speedup_ci95
         low = None if interval[0] is None else lower_end(result, num_choices=num_choices)
         changes = {"measured_ci95": interval, "measured_low": rounded(low), "num_timed": result.num_timed}

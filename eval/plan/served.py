@@ -87,7 +87,7 @@ class ServedPlanner(Planner):
             times.append(StepTime.of(setting, batch_size=1, context=context, **how))
         return times, scope
 
-    def measured(self, chosen: Sequence[Cell], scope: Scope) -> list[Cell]:
+    def measured(self, chosen: Sequence[Cell], scope: Scope, *, num_choices: int) -> list[Cell]:
         """The most promising cells, as many as there is time for, in llama-server by turns with its plain decoding."""
         repeats, num_prompts = scope.config.measure.num_repeats, len(scope.suite.prompts)
         room, per_prompt = self.budget.room("check"), 2 * repeats * answer_seconds(scope)
@@ -97,8 +97,7 @@ class ServedPlanner(Planner):
             self.budget.left_out += [f"measuring {self.name} at {cell.setting.name}" for cell in chosen[fits:]]
             chosen = chosen[:fits]
         results = self.serve([cell.setting for cell in chosen], scope, repeats=repeats) if chosen else []
-        num = len(results)
-        return [cell.measured(result, num_choices=num) for cell, result in zip(chosen, results, strict=True)]
+        return [cell.measured(result, num_choices=num_choices) for cell, result in zip(chosen, results, strict=True)]
 
     def serve(self, settings: Sequence[DraftSetting], scope: Scope, *, repeats: int) -> list[Result]:
         """Each setting on all prompts."""
