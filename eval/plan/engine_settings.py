@@ -1,11 +1,13 @@
 """A plan as serving engines take it: vLLM's K by batch size, SGLang's and llama-server's flags."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ...heads.base import DraftHead
 from ...heads.drafting import DynamicTree, StaticTree
 from ..decoding.draft_setting import DraftSetting
+from ..report.one_result import grouped
 from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend_cells, steady_speedup
 
 
@@ -97,10 +99,13 @@ def for_llamacpp(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
 
 
 def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:
-    """The setting of those that an engine drafts with the highest geometric mean speedup; None if none helps."""
-    gains: dict[DraftSetting, float] = {}
-    for cell in cells:
-        if cell.load == "prompts" and is_drafted(cell.setting):
-            gains[cell.setting] = gains.get(cell.setting, 1.0) * cell.assured_speedup
-    best = max(gains, key=lambda setting: gains[setting], default=None)
-    return None if best is None or gains[best] <= 1 else best
+    """The setting with the highest geometric mean speedup, of those that an engine drafts and that were measured at the
+    most batch sizes; None if none helps."""
+    drafted = [cell for cell in cells if cell.load == "prompts" and is_drafted(cell.setting)]
+
+    def rank(same: Sequence[Cell]) -> tuple[int, float]:
+        """By speedups: the lower end of a measured one cannot be held against one that is only predicted."""
+        return sum(cell.measured_speedup is not None for cell in same), prod(cell.known_speedup for cell in same)
+
+    best = max(grouped(drafted, lambda cell: cell.setting).values(), key=rank, default=None)
+    return None if best is None or prod(cell.assured_speedup for cell in best) <= 1 else best[0].setting

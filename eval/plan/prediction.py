@@ -83,10 +83,14 @@ class Cell:
         return self.measured_low if (self.num_timed or 0) >= LEAST_TIMED else None
 
     @property
+    def known_speedup(self) -> float:
+        """The measured one, else the predicted."""
+        return self.measured_speedup or self.predicted_speedup
+
+    @property
     def assured_speedup(self) -> float:
-        """The speedup that choices are based on: the proved one, else the measured, else the predicted."""
-        best_known = self.measured_speedup or self.predicted_speedup
-        return best_known if self.proved_speedup is None else self.proved_speedup
+        """The proved one, else the known one."""
+        return self.known_speedup if self.proved_speedup is None else self.proved_speedup
 
     def measured(self, result: Result, *, num_choices: int) -> "Cell":
         """With what came out when it was measured. Args: num_choices: settings of which it is one."""

@@ -213,6 +213,19 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
     assert for_sglang(useless, eagle3) is None and for_llamacpp(useless, eagle3) is None
 
 
+def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(target):
+    """Its lower end, 1.6, is below the other's predicted 1.8; its speedup is not."""
+    eagle3 = build_head(HEADS["eagle3"].config_class(type="eagle3"), target)
+    settings = [accepted(2, 2), accepted(3, 3)]
+    less, more = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    less = replace(less, predicted_speedup=1.8)
+    held = {"measured_ci95": (1.7, 2.3), "measured_low": 1.6, "num_timed": 8}
+    told = for_llamacpp([less, replace(more, measured_speedup=2.0, **held)], eagle3)
+    assert told and "--spec-draft-n-max 3 " in told
+    by_chance = replace(more, measured_speedup=1.2, measured_ci95=(1.01, 1.4), measured_low=0.9, num_timed=8)
+    assert for_llamacpp([by_chance], eagle3) is None and for_sglang([by_chance], eagle3) is None
+
+
 @pytest.mark.parametrize(
     ("family", "options", "sglang", "llamacpp"),
     [
