@@ -48,7 +48,7 @@ def main(model: str, prompts: str) -> None:
     low, high = result.speedup_ci95
     print(f"{result.acceptance_length:.2f} tokens per forward; speedup {result.speedup:.2f} [{low:.2f}, {high:.2f}]")
     lossless = result.lossless
-    print(f"{lossless.identical} of {lossless.checked} texts are the target's own, token for token")
+    print(f"{lossless.identical} of {lossless.checked} texts equal the baseline's, token for token")
 
 
 if __name__ == "__main__":

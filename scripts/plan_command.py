@@ -290,7 +290,7 @@ def proof_text(advice: "RecommendedCell") -> str:
     low, high = cell.measured_ci95
     if advice.is_proved:
         proof = f", 95 % interval [{low:.2f}, {high:.2f}] over {counted_words(cell.num_timed or 0, unit)}"
-        by_chance = advice.is_off and low > 1
+        by_chance = advice.is_off and (low or 0) > 1
         return proof + (f", and from {cell.measured_low:.2f} as the best of several" if by_chance else "")
     if cell.measured_speedup is None:
         low, high = cell.predicted_ci95
