@@ -36,7 +36,7 @@ def test_own_drafter(saved_target, tmp_path, capsys):
     prompts.write_text("".join(json.dumps({"prompt": f"w{i} w9"}) + "\n" for i in range(3, 6)))
     load("own_drafter").main(str(saved_target), str(prompts))
     said = capsys.readouterr().out
-    assert "3 of 3 texts are the target's own" in said and "tokens per forward; speedup" in said
+    assert "3 of 3 texts equal the baseline's" in said and "tokens per forward; speedup" in said
 
 
 def test_own_head(saved_target, tmp_path, capsys):
