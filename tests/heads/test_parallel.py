@@ -11,7 +11,6 @@ from headstart.heads.drafting import DynamicTree, StaticTree
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head, serve_commands
 from headstart.heads.families import HEADS
-from headstart.heads.nn.documents import Documents
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from perturbing import perturb
@@ -24,27 +23,6 @@ def built(family, target, **options):
     """A head whose every weight is away from its start."""
     head = build_head(HEADS[family].config_class(**{"num_depths": 4, "parallel": True, **options}), target, seed=1)
     return perturb(head, 0.1, seed=3).eval()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_texts_are_drafted_as_alone(family, target):
-    head, lengths = built(family, target), [9, 14]
-    ids = torch.randint(3, target.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
-    documents = Documents.of([lengths], num_positions=sum(lengths))
-    output = target.forward(ids, feature_layers=head.feature_layers, documents=documents)
-    starts, packed = head.teacher_forced_logits(DraftBatch(ids, documents.positions > 0, output, documents=documents))
-    first, num_checked = 0, 0
-    for length in lengths:
-        text = ids[:, first : first + length]
-        output = target.forward(text, feature_layers=head.feature_layers)
-        alone, logits = head.teacher_forced_logits(DraftBatch(text, torch.arange(length)[None] > 0, output))
-        for i, t in enumerate(alone.positions[0].tolist()):
-            at = starts.positions[0].tolist().index(t + first)
-            valid = alone.valid[0, i]
-            torch.testing.assert_close(packed[0, at][valid], logits[0, i][valid], rtol=1e-4, atol=1e-5)
-            num_checked += int(valid.sum())
-        first += length
-    assert num_checked > 50
 
 
 def test_pard_is_the_model_on_a_text_with_mask_tokens_behind_it(target):

@@ -150,14 +150,6 @@ def test_the_gain_of_the_final_norm(family, gain, tiny_target):
     torch.testing.assert_close(target.final_norm_scale(), gain(norm.weight.detach()), rtol=1e-4, atol=1e-5)
 
 
-def test_end_tokens_are_those_of_both_configs(tiny_target):
-    target = tiny_target("llama")
-    target.model.generation_config.eos_token_id = [2, 9]
-    assert target.eos_token_ids == {2, 9}
-    target.model.generation_config.eos_token_id = None
-    assert target.eos_token_ids == {2}
-
-
 # How it loads
 
 

@@ -52,7 +52,8 @@ OPTIONS = [(name, {}) for name in sorted(HEADS)] + [
     ("eagle", {"num_layers": 2}),
     ("eagle3", {"num_layers": 2, "fc_norm": True, "norm_output": True}),
     ("hydra", {"prefix_attention": True}),
-    ("mtp", {"independent": False}),
+    ("mtp", {"independent": True}),
+    *((name, {"parallel": True, "num_depths": 4}) for name in ("draft_lm", "eagle3")),
 ]
 # every head on one target, and on every target one with layers of its own and one with the target's
 CASES = [(*option, TARGETS[0]) for option in OPTIONS]
