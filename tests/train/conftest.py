@@ -3,18 +3,20 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from headstart.configs.children import free_port
 from headstart.configs.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
+from headstart.scripts.data.extract import extract
 from headstart.train import trainer
 from headstart.train.config import load_run
 
@@ -45,6 +47,24 @@ def run(world, tmp_path):
         return tmp_path / name
 
     return start
+
+
+@pytest.fixture
+def features(world, tmp_path):
+    """features(head_type, name, "key=value", ...): extracts float32 states for a head into tmp_path/name."""
+
+    def make(head_type, name, *overrides, storage_dtype="float32"):
+        config = {
+            "target": {"path": str(world / "target")},
+            "head": {"type": head_type, "num_depths": 3},
+            "data": {"train": str(world / "rows.jsonl")},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        extract(str(path), tmp_path / name, list(overrides), storage_dtype=storage_dtype, device="cpu")
+        return tmp_path / name
+
+    return make
 
 
 class Launching:
@@ -156,17 +176,17 @@ class Launching:
             self.server.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="session")
 def launching(world, tmp_path_factory) -> Iterator[Launching]:
     started = Launching(world, tmp_path_factory.mktemp("launching"))
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def by_one(launching, tmp_path_factory):
+    """by_one(override, ...): the folder of the run by one process, which no backend has a part in; made once."""
+    return cache(lambda *how: launching.alone(tmp_path_factory.mktemp("alone") / "one", *how))
 
 
 @pytest.fixture(scope="session")

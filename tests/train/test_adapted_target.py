@@ -3,40 +3,16 @@
 import json
 
 import pytest
-import yaml
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
 from headstart.heads.registry import head_record, load_head
 from headstart.heads.target import Target
-from headstart.scripts.data.extract import extract
+from run_files import losses
 
 
-@pytest.fixture
-def extracted(world, tmp_path):
-    """extracted(name, "key=value", ...): float32 states for a head, in tmp_path/name."""
-
-    def make(name, *overrides):
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": "eagle3", "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl")},
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        extract(str(path), tmp_path / name, list(overrides), storage_dtype="float32", device="cpu")
-        return tmp_path / name
-
-    return make
-
-
-def losses(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl")]
-
-
-def test_states_are_those_of_the_adapted_target_and_of_no_other(run, extracted, world, lora):
+def test_states_are_those_of_the_adapted_target_and_of_no_other(run, features, world, lora):
     adapter = lora(world / "target")
     under = f"target.adapter={adapter}"
-    of_base, of_adapted = extracted("of_base"), extracted("of_adapted", under)
+    of_base, of_adapted = features("eagle3", "of_base"), features("eagle3", "of_adapted", under)
     online = run("eagle3", "online", under)
     offline = run("eagle3", "offline", under, f"data.features={of_adapted}")
     assert losses(online) == pytest.approx(losses(offline), rel=5e-4) != losses(run("eagle3", "base"))

@@ -6,11 +6,9 @@ Two processes on CPUs, over gloo.
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
-from functools import cache
 
 import pytest
 import torch
@@ -19,25 +17,10 @@ from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
 from headstart.train import loop, trainer
 from headstart.train.checkpoint import checkpoints
-from headstart.train.speed import StepSpeed
-from safetensors.torch import load_file
+from run_files import final, losses, metrics
 
 pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
 BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
-
-
-def losses(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
-
-
-def curve(folder):
-    """What training and validation gave, but for how long it took."""
-    rows, speed = read_appended(folder / "metrics.jsonl"), StepSpeed.__dataclass_fields__
-    return [{k: v for k, v in row.items() if k not in speed} for row in rows]
-
-
-def final(folder):
-    return load_file(folder / "final" / "model.safetensors")
 
 
 # The same run under every backend
@@ -49,14 +32,8 @@ def single(launching, tmp_path_factory):
     return launching.alone(tmp_path_factory.mktemp("single") / "one")
 
 
-@pytest.fixture(scope="module")
-def by_one(launching, tmp_path_factory):
-    """by_one(override, ...): the folder of the run by one process, which no backend has a part in; made once."""
-    return cache(lambda *how: launching.alone(tmp_path_factory.mktemp("alone") / "one", *how))
-
-
 def same_training(folder, single):
-    one, other = curve(folder), curve(single)
+    one, other = metrics(folder), metrics(single)
     assert len(one) == len(other) == 20 + 3
     for a, b in zip(one, other, strict=True):
         if "validation" in a:
@@ -87,7 +64,7 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
     same_training(whole, single)
     launching.finish(backend, tmp_path / "half", "train.stop_at_step=9")
     half = launching.finish(backend, tmp_path / "half")
-    assert curve(half) == curve(whole)
+    assert metrics(half) == metrics(whole)
     for name, value in final(whole).items():
         assert torch.equal(final(half)[name], value), name
 
@@ -167,7 +144,7 @@ def test_what_a_head_draws_is_a_function_of_seed_step_and_rank(run):
     whole = run("eagle", "whole", *noisy)
     run("eagle", "half", *noisy, "train.stop_at_step=3")
     torch.rand(7)
-    assert curve(run("eagle", "half", *noisy)) == curve(whole)
+    assert metrics(run("eagle", "half", *noisy)) == metrics(whole)
     assert losses(run("eagle", "seeded", *noisy, "train.seed=1")) != losses(whole)
     assert len({loop.step_seed(*key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
 
@@ -191,7 +168,7 @@ def test_a_signal_saves_and_leaves(number, code, run, monkeypatch, tmp_path, cap
     told = " ".join(capsys.readouterr().err.split())
     assert f"{signal.Signals(number).name}: stopped at step 3 of 6; the same command goes on from there" in told
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-    assert curve(run("medusa", "half")) == curve(whole)
+    assert metrics(run("medusa", "half")) == metrics(whole)
 
 
 @pytest.mark.slow
@@ -208,7 +185,7 @@ def test_sigterm_to_the_launcher_saves_once_for_all_ranks(launching, tmp_path):
     assert json.loads((saved / "trainer.json").read_text())["step"] == len(losses(half))
     for folder in (half, whole):
         launching.finish("ddp", folder, "train.max_steps=60")
-    assert curve(half) == curve(whole)
+    assert metrics(half) == metrics(whole)
 
 
 @pytest.mark.soak
@@ -231,16 +208,5 @@ def test_twenty_random_kills_leave_the_curve_of_an_uninterrupted_run(launching, 
     assert steps[-1] < 240 and len(set(steps)) > 10, steps
     for folder in (killed, whole):
         launching.finish("ddp", folder, *how)
-    assert curve(killed) == curve(whole)
+    assert metrics(killed) == metrics(whole)
     assert not list((killed / "checkpoints").glob(".*"))
-
-
-# What is kept
-
-
-def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(run, ended_process):
-    folder = run("medusa", "half", "train.stop_at_step=3")
-    partial = folder / "checkpoints" / f".step_00000099.{ended_process}.unfinished"
-    shutil.copytree(folder / "checkpoints" / "step_00000003", partial)
-    run("medusa", "half")
-    assert not partial.exists()

@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
 from headstart.heads.loading import TargetConfig
 from headstart.heads.target import Target
 from headstart.heads.targets.bare import BareTarget, NeedsLayers
@@ -16,6 +15,7 @@ from headstart.scripts.data.extract import extract
 from headstart.train import target as module
 from headstart.train import trainer
 from headstart.train.config import load_run
+from run_files import losses, validations
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,8 +73,7 @@ def ran(saved_target, tmp_path):
         out = tmp_path / name
         keys = [f"train.output_dir={out}", f"data.features={stored}", *overrides]
         trainer.train(load_run(config(target, head, dtype), keys))
-        rows = read_appended(out / "metrics.jsonl")
-        return [row["loss"] for row in rows if "loss" in row], [row for row in rows if "validation" in row]
+        return losses(out), [figures for _, figures in validations(out)]
 
     return run
 
@@ -134,12 +133,12 @@ def test_what_reads_layers_loads_them_and_says_so(saved_target, ran, loaded, cap
 
 def test_extracted_rows_validate_without_layers(saved_target, ran, loaded, tmp_path):
     text, stored = saved_target.with_name("rows.jsonl"), tmp_path / "features of eagle3"
-    losses, [bare] = ran(saved_target, "eagle3", "bare", f"data.validation={stored}")
+    found, [bare] = ran(saved_target, "eagle3", "bare", f"data.validation={stored}")
     same, [whole] = ran(saved_target, "eagle3", "whole", f"data.validation={text}")
-    assert loaded() == ["BareTarget", "Target"] and losses == same
-    decoded = whole["validation"].pop("decoded")
-    assert decoded["num_prompts"] > 0 and "decoded" not in bare["validation"]
-    assert bare["validation"]["acceptance_length"] == pytest.approx(whole["validation"]["acceptance_length"], rel=0.05)
+    assert loaded() == ["BareTarget", "Target"] and found == same
+    decoded = whole.pop("decoded")
+    assert decoded["num_prompts"] > 0 and "decoded" not in bare
+    assert bare["acceptance_length"] == pytest.approx(whole["acceptance_length"], rel=0.05)
 
 
 def test_features_for_validation_are_checked(saved_target, ran, tmp_path):

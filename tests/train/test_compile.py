@@ -1,7 +1,5 @@
 """train.compile: the same run up to rounding, exact when it is interrupted, and refused where nothing compiles."""
 
-import json
-
 import pytest
 import torch
 from headstart.configs.errors import BadInput
@@ -9,16 +7,13 @@ from headstart.configs.terminal import PlainConsole
 from headstart.heads.nn.fusing import Fusable, fuse
 from headstart.train.config import TrainConfig
 from headstart.train.start import fuse_where_asked
+from run_files import losses, weights
 
 
 @pytest.fixture(autouse=True)
 def as_before():
     yield
     fuse(False)
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -28,7 +23,7 @@ def test_a_compiled_run_is_the_plain_one_and_goes_on_exactly(run):
     run("eagle3", "half", "train.compile=true", "train.stop_at_step=3")
     half = run("eagle3", "half", "train.compile=true")
     assert losses(half) == losses(whole)
-    assert (half / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+    assert weights(half) == weights(whole)
 
 
 def test_a_machine_without_a_compiler_is_told_so(run, tmp_path, monkeypatch):

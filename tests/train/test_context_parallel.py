@@ -4,17 +4,13 @@ import json
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
+from run_files import losses
 
 SHARED = "train.context_parallel=2"
 HEADS = {
     "eagle3": {"start": "random", "sliding_window": 9},
     "block": {"num_blocks": 12, "markov_rank": 8, "narrow_share": 0.5},  # chains drawn, the same in both
 }
-
-
-def losses(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.slow

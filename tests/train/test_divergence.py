@@ -2,10 +2,10 @@
 
 import pytest
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
 from headstart.train import trainer
 from headstart.train.checkpoint import checkpoints
 from headstart.train.trend import Trend
+from run_files import losses
 
 
 def saved(folder):
@@ -37,8 +37,7 @@ def test_the_last_good_checkpoint_stays(what, run, monkeypatch, tmp_path):
         with pytest.raises(BadInput, match="step 3: the weights are not finite any more .losses of late"):
             run("medusa", "a", *how)
     assert saved(tmp_path / "a") == [2]
-    losses = [[row["loss"] for row in read_appended(f / "metrics.jsonl")] for f in (run("medusa", "a", *how), whole)]
-    assert losses[0] == losses[1]
+    assert losses(run("medusa", "a", *how)) == losses(whole)
 
 
 def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_path, capsys):
@@ -57,7 +56,7 @@ def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("losses", "step"),
+    ("curve", "step"),
     [
         ([10, 9, 37, 1047, 336], 4),
         ([37, 1047, 336], 3),
@@ -66,7 +65,7 @@ def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_pa
         ([0.01, 0.02, 0.02, 0.028], None),
     ],
 )
-def test_a_loss_that_goes_up_for_good_diverges(losses, step):
+def test_a_loss_that_goes_up_for_good_diverges(curve, step):
     trend = Trend()
-    begins = [number for number, loss in enumerate(losses, start=1) if trend.take(number, loss)]
+    begins = [number for number, loss in enumerate(curve, start=1) if trend.take(number, loss)]
     assert begins == ([] if step is None else [step])

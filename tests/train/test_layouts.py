@@ -4,17 +4,13 @@ import json
 
 import pytest
 import torch
-from headstart.configs.jsonl import read_appended
 from headstart.data_pipelines.loader import collate
 from headstart.data_pipelines.parallel import read_ahead
 from headstart.data_pipelines.storage.samples import ANSWER, PROMPT, THINK, Sample
 from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head
-
-
-def losses(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
+from run_files import losses, metrics
 
 
 @pytest.mark.fast_only(layout=["packed"])
@@ -62,9 +58,7 @@ def test_packing_pays_what_single_rows_pay(target):
 
 def test_a_weight_that_all_tokens_share_is_none(run):
     plain, doubled = run("eagle3", "plain"), run("eagle3", "double", "data.segment_weights={answer: 2.0}")
-    for one, other in zip(
-        read_appended(plain / "metrics.jsonl"), read_appended(doubled / "metrics.jsonl"), strict=True
-    ):
+    for one, other in zip(metrics(plain), metrics(doubled), strict=True):
         assert one["num_supervised"] == other["num_supervised"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from headstart.configs.jsonl import read_appended
-from headstart.train.speed import StepSpeed
+from run_files import metrics
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,16 +54,12 @@ def run_of(request, world, tmp_path):
 
 def outcome(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     """The metrics but for how long they took, and every tensor: of the head, its checkpoints and their optimizer."""
-    rows = [
-        {k: v for k, v in row.items() if k not in StepSpeed.__dataclass_fields__}
-        for row in read_appended(folder / "metrics.jsonl")
-    ]
     tensors = {
         f"{path.relative_to(folder)} {name}": value.numpy().tobytes()
         for path in sorted(folder.rglob("*.safetensors"))
         for name, value in load_file(path).items()
     }
-    return rows, tensors
+    return metrics(folder), tensors
 
 
 @pytest.mark.soak

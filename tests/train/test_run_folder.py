@@ -12,20 +12,8 @@ from headstart.configs.owned import LOCK, OwnedFolder
 from headstart.train import loop, trainer
 from headstart.train import start as starting
 from headstart.train.config import load_run
+from run_files import contents, losses, weights
 from transformers import AutoModelForCausalLM
-
-
-def tree(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def weights(folder):
-    return (folder / "final" / "model.safetensors").read_bytes()
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def refusal(run, *arguments):
@@ -48,10 +36,10 @@ def other_rows(world, tmp_path):
 def test_a_second_run_into_a_folder_in_use_touches_nothing(run, tmp_path):
     folder = run("medusa", "a", "train.stop_at_step=2")
     with OwnedFolder(folder, command="headstart train"):
-        before = tree(tmp_path)
+        before = contents(tmp_path)
         for more in ("train.max_steps=6", "train.learning_rate=1"):
             assert f"{folder}: in use by process {os.getpid()} on " in refusal(run, "medusa", "a", more)
-        assert tree(tmp_path) == before
+        assert contents(tmp_path) == before
     with OwnedFolder(tmp_path / "new", command="headstart train") as new:
         refusal(run, "medusa", "new")
         assert new.path.exists(), "the first one's, which has only begun"
@@ -63,7 +51,7 @@ def test_a_folder_of_the_users_own_is_refused_untouched(name, run, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     assert "a: holds other files" in refusal(run, "medusa", "a")
-    assert tree(tmp_path / "a") == {name: b"mine"}
+    assert contents(tmp_path / "a") == {name: b"mine"}
 
 
 def killed_before_its_config_is_written(run, monkeypatch):
@@ -113,7 +101,7 @@ def test_a_head_that_could_not_be_written_is_written_by_the_same_command(run, wo
             run("medusa", "a", *how)
     assert not (tmp_path / "a" / "final").exists()
     folder = run("medusa", "a", *how)
-    assert tree(folder / "final") == tree(whole / "final")
+    assert contents(folder / "final") == contents(whole / "final")
     assert (folder / "metrics.jsonl").read_text().count("validation") == 1
 
 
@@ -128,7 +116,7 @@ def test_a_run_goes_on_where_it_was_moved_and_by_any_path(run, world, tmp_path, 
     whole = run("medusa", "whole")
     run("medusa", "half", "train.stop_at_step=3")
     (tmp_path / "half").rename(tmp_path / "moved")
-    shutil.copytree(world / "target", tmp_path / "target")
+    shutil.copycontents(world / "target", tmp_path / "target")
     (tmp_path / "deep").mkdir()
     shutil.copy(world / "rows.jsonl", tmp_path / "deep")
     monkeypatch.chdir(tmp_path)
@@ -140,7 +128,7 @@ def test_a_run_goes_on_where_it_was_moved_and_by_any_path(run, world, tmp_path, 
 
 
 def test_another_target_under_the_same_name_is_refused(run, world, tmp_path):
-    shutil.copytree(world / "target", tmp_path / "target")
+    shutil.copycontents(world / "target", tmp_path / "target")
     how = f"target.path={tmp_path / 'target'}"
     folder = run("medusa", "half", how, "train.stop_at_step=3")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
@@ -162,7 +150,7 @@ def test_a_damaged_record_of_starts_is_one_line(run):
 def test_copies_beside_the_checkpoints_are_not_taken_for_them(run, world):
     folder = run("medusa", "a", "train.checkpoint_every=2", "train.stop_at_step=3")
     copy = folder / "checkpoints" / "step_00000002.mine"
-    shutil.copytree(folder / "checkpoints" / "step_00000002", copy)
+    shutil.copycontents(folder / "checkpoints" / "step_00000002", copy)
     run("medusa", "a", "train.checkpoint_every=1", "train.keep_checkpoints=1")
     assert copy.is_dir() and weights(folder) == weights(run("medusa", "b"))
 

@@ -2,41 +2,26 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from headstart.configs.children import free_port
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
+from run_files import losses, validations
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 SHARDED = "train.shard_target=true"
 HEADS = {"medusa": {}, "eagle3": {"start": "fitted"}}
 
 
-@pytest.fixture(scope="module")
-def by_one(launching, tmp_path_factory):
-    """by_one(override, ...): the run by one process with the whole target; made once."""
-    return cache(lambda *how: launching.alone(tmp_path_factory.mktemp("alone") / "one", *how))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def figures(folder):
     """The losses, and the rounds of each validation."""
-    rows = read_appended(folder / "metrics.jsonl")
-    assert not any("decoded" in row.get("validation", {}) for row in rows)
-    return [row["loss"] for row in rows if "loss" in row], [
-        (row["validation"]["num_rounds"], row["validation"]["acceptance_length"]) for row in rows if "validation" in row
-    ]
+    validated = [figures for _, figures in validations(folder)]
+    assert not any("decoded" in one for one in validated)
+    return losses(folder), [(one["num_rounds"], one["acceptance_length"]) for one in validated]
 
 
 def few_rows(source, path, num):
@@ -57,8 +42,8 @@ def test_sharded_training_has_the_losses_of_whole_targets(name, launching, world
     one = launching.alone(
         tmp_path / "one", *how, "train.decode_prompts=0", "train.batch_size=1", "train.accumulation=2"
     )
-    (losses, validated), (ours, ours_validated) = figures(one), figures(sharded)
-    assert len(losses) == 20 and ours == pytest.approx(losses, abs=1e-4)
+    (alone, validated), (ours, ours_validated) = figures(one), figures(sharded)
+    assert len(alone) == 20 and ours == pytest.approx(alone, abs=1e-4)
     assert [rounds for rounds, _ in ours_validated] == [rounds for rounds, _ in validated]
 
 

@@ -14,19 +14,9 @@ from headstart.heads.registry import HEADS, build_head, load_head, save_head
 from headstart.heads.target import Target
 from headstart.train import data as train_data
 from headstart.train import trainer
-from safetensors.torch import load_file
+from run_files import final, losses
 
 MEDUSA2 = ("head.target_lora_rank=2", "head.num_depths=2")
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
-
-
-def final(folder):
-    """Every tensor of the head's folder, the adapter's too."""
-    return {name: t for path in sorted((folder / "final").glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def same(folder, other):
@@ -39,7 +29,7 @@ def test_a_run_goes_on_from_a_head(head_type, run, capsys):
     first = run(head_type, "first", "train.max_steps=30", "train.learning_rate=1e-2")
     more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12")
     assert "was trained with another" not in capsys.readouterr().err
-    assert losses(more)[0][1] < losses(first)[0][1]
+    assert losses(more)[0] < losses(first)[0]
     for name, value in final(more).items():
         torch.testing.assert_close(value, final(first)[name])
 
@@ -48,7 +38,7 @@ def test_a_fitted_start_lowers_the_first_loss_and_resumes_exactly(run):
     whole = run("eagle3", "whole", "head.start=fitted")
     run("eagle3", "half", "head.start=fitted", "train.stop_at_step=3")
     assert same(run("eagle3", "half", "head.start=fitted"), whole)
-    assert losses(whole)[0][1] < losses(run("eagle3", "random", "head.start=random"))[0][1]
+    assert losses(whole)[0] < losses(run("eagle3", "random", "head.start=random"))[0]
 
 
 @pytest.mark.fast_only(head_type=["eagle3"])
@@ -150,7 +140,7 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
     named = shlex.split(str(caught.value).partition(": set ")[2])
     assert [one.partition("=")[0] for one in named] == ["head.norm_before_residual", "head.architecture"]
     before = run("eagle3", "b", f"train.start_from={served}", *named, "train.max_steps=20", "train.learning_rate=1e-2")
-    assert losses(before)[-1][1] < losses(before)[0][1]
+    assert losses(before)[-1] < losses(before)[0]
     target = Target.load(world / "target")
     assert load_head(before / "final", target).config.as_dict()["norm_before_residual"]
 
@@ -191,9 +181,7 @@ def test_medusa_2_resumes_exactly(run, world):
 def test_medusa_2_does_not_depend_on_how_batches_are_cut(run):
     one = run("medusa", "one", *MEDUSA2, "train.batch_size=4", "head.target_learning_rate_scale=1")
     how = ("train.batch_size=2", "train.accumulation=2", "head.target_learning_rate_scale=1")
-    assert losses(run("medusa", "two", *MEDUSA2, *how)) == [
-        (n, pytest.approx(loss, rel=1e-4)) for n, loss in losses(one)
-    ]
+    assert losses(run("medusa", "two", *MEDUSA2, *how)) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
@@ -223,7 +211,7 @@ def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
 def test_medusa_2_learns_and_its_target_keeps_its_own_weights(run, world):
     how = ("train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2")
     folder = run("medusa", "a", *MEDUSA2, *how)
-    assert losses(folder)[-1][1] < 0.7 * losses(folder)[0][1]
+    assert losses(folder)[-1] < 0.7 * losses(folder)[0]
     target, plain = Target.load(world / "target"), Target.load(world / "target")
     head = load_head(folder / "final", target)
     prompts = [[1, 5, 9], [1, 44, 3]]

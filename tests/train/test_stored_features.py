@@ -1,34 +1,9 @@
 """Training from extracted features is the run that the live target would have fed, and refuses features of another."""
 
 import pytest
-import yaml
 from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
 from headstart.heads.registry import HEADS
-from headstart.scripts.data.extract import extract
-
-
-@pytest.fixture
-def features(world, tmp_path):
-    """features(head_type, name, "key=value", ...): extracts float32 states for a head into tmp_path/name."""
-
-    def make(head_type, name, *overrides, storage_dtype="float32"):
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": head_type, "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl")},
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        extract(str(path), tmp_path / name, list(overrides), storage_dtype=storage_dtype, device="cpu")
-        return tmp_path / name
-
-    return make
-
-
-def losses(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl")]
-
+from run_files import losses
 
 CASES = [(name, ["padded", "packed"][i % 2]) for i, name in enumerate(sorted(HEADS))]
 
@@ -51,18 +26,11 @@ def test_eight_bits_are_near(run, features):
     assert losses(online) == pytest.approx(losses(offline), rel=0.02) and losses(online) != losses(offline)
 
 
-def test_features_of_another_run_are_refused(run, features, world, tmp_path):
+def test_other_and_damaged_features_are_refused(run, features, tmp_path):
+    """Which are, is in test_features.py and test_same_data.py of tests/data_pipelines/storage."""
     stored = features("eagle3", "features")
-    for head_type, change, problem in (
-        ("eagle3", "head.feature_layers=[0, 1, 2]", r"layers \[1, 2, 3\], head eagle3 reads \[0, 1, 2\]"),
-        ("eagle", "train.seed=0", "post_norm_at labels, head eagle needs context"),
-        ("eagle3", "data.max_length=9", "extracted with data.max_length 256, not 9"),
-    ):
-        with pytest.raises(BadInput, match=problem):
-            run(head_type, "refused", change, f"data.features={stored}")
-    (tmp_path / "other.jsonl").write_text("".join(reversed((world / "rows.jsonl").read_text().splitlines(True))))
-    with pytest.raises(BadInput, match="extracted with rows "):
-        run("eagle3", "refused", f"data.train={tmp_path / 'other.jsonl'}", f"data.features={stored}")
+    with pytest.raises(BadInput, match="extracted with data.max_length 256, not 9"):
+        run("eagle3", "refused", "data.max_length=9", f"data.features={stored}")
     shard = next(stored.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1

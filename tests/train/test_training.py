@@ -14,9 +14,9 @@ from headstart.heads.registry import HEADS, load_head
 from headstart.heads.target import Target
 from headstart.train import trainer
 from headstart.train.config import load_run
-from headstart.train.speed import StepSpeed
 from headstart.train.tracking import Tracker
 from rich.console import Console
+from run_files import losses, metrics, validations, weights
 
 
 @pytest.fixture
@@ -25,17 +25,6 @@ def other_precision():
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-
-
-def figures(folder, *keys):
-    """The rows of metrics.jsonl but for how long they took."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    speed = StepSpeed.__dataclass_fields__
-    return [{k: v for k, v in row.items() if k not in speed and (not keys or k in keys)} for row in rows]
-
-
-def weights(folder):
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 def everything(folder):
@@ -56,10 +45,10 @@ def said(call, *args):
 @pytest.mark.parametrize("head_type", ["block", "eagle3"])  # the others by test_the_written_config_repeats_the_run
 def test_the_same_seed_gives_the_same_losses(head_type, run):
     first, second = run(head_type, "a"), run(head_type, "b")
-    assert figures(first) == figures(second) and weights(first) == weights(second)
-    assert [row["step"] for row in figures(first)] == [1, 2, 3, 4, 5, 6]
+    assert metrics(first) == metrics(second) and weights(first) == weights(second)
+    assert [row["step"] for row in metrics(first)] == [1, 2, 3, 4, 5, 6]
     other = run(head_type, "c", "train.seed=1")
-    assert figures(other, "loss") != figures(first, "loss")
+    assert metrics(other, "loss") != metrics(first, "loss")
 
 
 # every head with both optimizers, once with checkpoints on the way and once with none
@@ -78,9 +67,9 @@ def test_an_interrupted_run_goes_on_exactly(every, optimizer, head_type, run, wo
     whole = run(head_type, "whole", *how)
     again = (*how, f"train.checkpoint_every={every}")
     half = run(head_type, "half", *again, "train.stop_at_step=3")
-    assert not (half / "final").exists() and [row["step"] for row in figures(half)] == [1, 2, 2, 3]
+    assert not (half / "final").exists() and [row["step"] for row in metrics(half)] == [1, 2, 2, 3]
     run(head_type, "half", *again)
-    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+    assert metrics(half) == metrics(whole) and weights(half) == weights(whole)
 
 
 @pytest.mark.fast_only(head_type=["eagle3"])
@@ -92,11 +81,11 @@ def test_a_killed_run_goes_on_exactly(head_type, run, ended_process):
     unfinished.mkdir()
     (unfinished / "head.safetensors").write_bytes(b"cut")
     with (half / "metrics.jsonl").open("a") as file:
-        for row in figures(whole)[3:5]:
+        for row in metrics(whole)[3:5]:
             file.write(json.dumps({**row, "loss": -1.0}) + "\n")
         file.write('{"step": 6, "lo')
     run(head_type, "half")
-    assert figures(half) == figures(whole) and weights(half) == weights(whole) and not unfinished.exists()
+    assert metrics(half) == metrics(whole) and weights(half) == weights(whole) and not unfinished.exists()
 
 
 @pytest.mark.fast_only(head_type=["medusa"])
@@ -119,12 +108,12 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(head_type, run, m
         with pytest.raises(Killed):
             run(head_type, "half")
     half = run(head_type, "half")
-    assert figures(half) == figures(whole) and weights(half) == weights(whole)
+    assert metrics(half) == metrics(whole) and weights(half) == weights(whole)
 
 
 def test_a_gradient_norm_of_0_does_not_clip(run):
     off, far = (run("medusa", name, f"train.max_grad_norm={most}") for name, most in (("off", 0), ("far", 1e9)))
-    assert figures(off) == figures(far) and weights(off) == weights(far)
+    assert metrics(off) == metrics(far) and weights(off) == weights(far)
 
 
 def test_a_finished_run_is_left_alone(run):
@@ -138,7 +127,7 @@ def test_a_finished_run_is_left_alone(run):
 def test_the_written_config_repeats_the_run(head_type, run, tmp_path):
     first = run(head_type, "a")
     trainer.train(load_run(first / "config.yaml", [f"train.output_dir={tmp_path / 'again'}"]))
-    assert figures(tmp_path / "again") == figures(first) and weights(tmp_path / "again") == weights(first)
+    assert metrics(tmp_path / "again") == metrics(first) and weights(tmp_path / "again") == weights(first)
 
 
 @pytest.mark.fast_only(head_type=["block", "eagle3"])
@@ -146,7 +135,7 @@ def test_accumulated_batches_are_one_batch(head_type, run):
     """Rows of different lengths: the mean is over all supervised chains, not over means."""
     one = run(head_type, "one", "train.batch_size=4")
     two = run(head_type, "two", "train.batch_size=2", "train.accumulation=2")
-    for a, b in zip(figures(one), figures(two), strict=True):
+    for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["num_supervised"] == b["num_supervised"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["depth_loss"] == pytest.approx(b["depth_loss"], rel=1e-5)
@@ -156,7 +145,7 @@ def test_accumulated_batches_are_one_batch(head_type, run):
 def test_a_seed_past_many_epochs_keeps_going(run):
     """Six rows, batches of four: batches cross the ends of epochs and are always full."""
     folder = run("medusa", "a", "train.batch_size=4", "train.max_steps=5")
-    assert [row["epoch"] for row in figures(folder)] == [round(4 * n / 6, 4) for n in range(1, 6)]
+    assert [row["epoch"] for row in metrics(folder)] == [round(4 * n / 6, 4) for n in range(1, 6)]
 
 
 # What comes out
@@ -167,12 +156,11 @@ def test_training_on_the_targets_own_text_raises_the_acceptance_length(head_type
     how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
     how += ["train.decode_tokens=8", f"data.validation={world / 'rows.jsonl'}"]
     folder = run(head_type, "a", *how)
-    validated = [row for row in figures(folder) if "validation" in row]
-    assert [row["step"] for row in validated] == [10, 20, 30]
-    lengths = [row["validation"]["acceptance_length"] for row in validated]
+    steps, figures = zip(*validations(folder), strict=True)
+    assert steps == (10, 20, 30)
+    lengths = [one["acceptance_length"] for one in figures]
     assert lengths[-1] > max(1.6, lengths[0] + 0.1) and lengths[0] >= 1
-    losses = [row["loss"] for row in figures(folder) if "loss" in row]
-    assert losses[-1] < losses[0]
+    assert losses(folder)[-1] < losses(folder)[0]
     target = Target.load(world / "target")
     head = load_head(folder / "final", target)
     rows = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()]
@@ -188,7 +176,7 @@ def test_a_target_spread_over_devices_trains_the_same_head(head_type, run):
     places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(4)}
     places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     spread = run(head_type, "spread", f"target.device_map={json.dumps(places)}")
-    assert figures(spread) == figures(run(head_type, "whole"))
+    assert metrics(spread) == metrics(run(head_type, "whole"))
 
 
 def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
@@ -200,8 +188,7 @@ def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
 
 def test_bf16_trains_on_fp32_master_weights(run, world, other_precision):
     folder = run("eagle3", "a", "train.precision=bf16")
-    losses = [row["loss"] for row in figures(folder)]
-    assert all(0 < loss < 100 for loss in losses)
+    assert all(0 < loss < 100 for loss in losses(folder))
     assert all(
         p.dtype == torch.float32 for p in load_head(folder / "final", Target.load(world / "target")).parameters()
     )

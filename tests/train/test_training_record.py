@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from headstart.configs.jsonl import read_appended
 from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
@@ -11,18 +10,17 @@ from headstart.eval.measurement.result import AnswerSettings
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import head_record
 from headstart.train.training_record import answer_settings, common_ending
+from run_files import validations
 
 
 def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run, world, tmp_path):
     rows = f"data.validation={world / 'rows.jsonl'}"
     folder = run("eagle3", "a", rows, "train.validate_every=3", "train.decode_tokens=8", "data.max_length=24")
-    validations = [
-        (row["step"], row["validation"]) for row in read_appended(folder / "metrics.jsonl") if "validation" in row
-    ]
+    validated = validations(folder)
     training = head_record(folder / "final").training or {}
-    assert (training["steps"], training["validation"]) == validations[-1] and validations[-1][0] == 6
+    assert (training["steps"], training["validation"]) == validated[-1] and validated[-1][0] == 6
     best = head_record(folder / "best").training or {}
-    assert (best["steps"], best["validation"]) == max(validations, key=lambda one: one[1]["acceptance_length"])
+    assert (best["steps"], best["validation"]) == max(validated, key=lambda one: one[1]["acceptance_length"])
     assert (training["max_length"], training["num_depths"], training["target_dtype"]) == (24, 3, "float32")
     assert training["answers"] is training["target_quantization"] is None
     assert len(training["template_hash"]) == 16 and json.loads(json.dumps(training)) == training

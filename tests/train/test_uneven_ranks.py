@@ -6,10 +6,9 @@ in how many chunks they score and in whether backward computes depths again.
 
 import json
 import random
-from functools import cache
 
 import pytest
-from headstart.configs.jsonl import read_appended
+from run_files import metrics
 
 pytestmark = pytest.mark.timeout(300, func_only=True)  # not counting the compilation for DeepSpeed
 BACKENDS, PACKED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "packed"), ("fsdp2", "packed")]
@@ -32,14 +31,8 @@ def uneven(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def by_one(launching, tmp_path_factory):
-    """by_one(override, ...): the logged rows of the run by one process, which no backend has a part in; made once."""
-    return cache(lambda *how: rows_of(launching.alone(tmp_path_factory.mktemp("alone") / "one", *how)))
-
-
 def rows_of(folder):
-    return [row for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
+    return [row for row in metrics(folder) if "loss" in row]
 
 
 @pytest.mark.slow_only(head_type=("block", "eagle3"))
@@ -53,6 +46,6 @@ def test_ranks_with_other_rows_never_wait_for_each_other_for_good(
     processes = launching.start(backend, tmp_path / "two", *how, env=SMALL)
     codes = launching.wait(processes)
     assert codes == [0, 0], (tmp_path / "two.log").read_text()[-3000:]
-    two, one = rows_of(tmp_path / "two"), by_one(*how)
+    two, one = rows_of(tmp_path / "two"), rows_of(by_one(*how))
     assert [row["num_supervised"] for row in two] == [row["num_supervised"] for row in one] and len(two) == steps
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-4)

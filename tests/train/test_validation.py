@@ -15,6 +15,7 @@ from headstart.heads.target import Target
 from headstart.train.checkpoint import Best
 from headstart.train.speed import Operations, Speed, StepSpeed
 from headstart.train.validation import Validation, ValidationResult
+from run_files import final, metrics, validations, weights
 from safetensors.torch import load_file
 
 
@@ -26,16 +27,15 @@ def validated(run, world):
         how = ["train.max_steps=30", "train.batch_size=6", "train.learning_rate=1e-2", "train.validate_every=10"]
         how += ["train.decode_tokens=24"]
         folder = run(head_type, name, *how, f"data.validation={world / 'rows.jsonl'}", *overrides)
-        rows = read_appended(folder / "metrics.jsonl")
-        return folder, [(row["step"], row["validation"]) for row in rows if "validation" in row]
+        return folder, validations(folder)
 
     return start
 
 
 @pytest.mark.fast_only(head_type=["block", "eagle3"])
 def test_taught_and_decoded_figures_agree(head_type, validated, world):
-    folder, validations = validated(head_type, "a", "train.decode_prompts=4", "train.decode_tokens=24")
-    for _, row in validations:
+    folder, found = validated(head_type, "a", "train.decode_prompts=4", "train.decode_tokens=24")
+    for _, row in found:
         decoded = row["decoded"]
         assert decoded["num_prompts"] == 4
         assert decoded["num_rounds"] == decoded["taught"]["num_rounds"]
@@ -44,11 +44,11 @@ def test_taught_and_decoded_figures_agree(head_type, validated, world):
     prompts = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()][:4]
     lengths = [row["prompt_length"] for row in prompts]  # 3, 8, 1 and 6: one has only its first token
     prompts = [row["input_ids"][: n if n > 1 else 8] for row, n in zip(prompts, lengths, strict=True)]
-    k = validations[-1][1]["num_draft_tokens"]
+    k = found[-1][1]["num_draft_tokens"]
     done = generate(target, load_head(folder / "final", target), prompts, max_new_tokens=24, num_draft_tokens=k)
     counted = acceptance(done.rounds, num_draft_tokens=k)
     assert counted.length is not None
-    assert validations[-1][1]["decoded"]["acceptance_length"] == round(counted.length, 4) > 1.2
+    assert found[-1][1]["decoded"]["acceptance_length"] == round(counted.length, 4) > 1.2
 
 
 def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
@@ -57,7 +57,7 @@ def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
         run("block", name, "head.confidence=true", "head.markov_rank=8", *options)
         for name, options in (("a", [rows]), ("b", []))
     ]
-    stored = [load_file(folder / "final" / "model.safetensors") for folder in folders]
+    stored = [final(folder) for folder in folders]
     differ = {key for key in stored[0] if not torch.equal(stored[0][key], stored[1][key])}
     assert differ == {"confidence_head.proj.weight", "confidence_head.proj.bias"}, "nothing else depends on these rows"
 
@@ -74,17 +74,17 @@ def test_answers_that_are_long_enough_are_decoded_in_recorded_steps(validated, m
 def test_a_head_that_drafts_from_something_else_shows(validated, monkeypatch):
     real = MedusaHead.first_logits
     monkeypatch.setattr(MedusaHead, "first_logits", lambda self, state: real(self, state).roll(1, -1))
-    _, validations = validated("medusa", "a")
-    decoded = validations[-1][1]["decoded"]
+    _, found = validated("medusa", "a")
+    decoded = found[-1][1]["decoded"]
     assert decoded["acceptance_length"] < 1.1 < 1.2 < decoded["taught"]["acceptance_length"]
 
 
 def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkeypatch):
-    _, validations = validated("medusa", "a", "train.decode_prompts=0")
-    assert [step for step, _ in validations] == [10, 20, 30] and "decoded" not in validations[0][1]
+    _, found = validated("medusa", "a", "train.decode_prompts=0")
+    assert [step for step, _ in found] == [10, 20, 30] and "decoded" not in found[0][1]
     monkeypatch.setattr(Target, "can_decode", False)
-    _, validations = validated("medusa", "b")
-    assert [step for step, _ in validations] == [10, 20, 30] and "decoded" not in validations[0][1]
+    _, found = validated("medusa", "b")
+    assert [step for step, _ in found] == [10, 20, 30] and "decoded" not in found[0][1]
 
 
 def test_the_best_head_is_kept(run, world, monkeypatch):
@@ -92,31 +92,24 @@ def test_the_best_head_is_kept(run, world, monkeypatch):
     monkeypatch.setattr(Validation, "measure", lambda self: ValidationResult(3, AcceptancePart(9, next(lengths), [])))
     how = ("train.validate_every=2", f"data.validation={world / 'rows.jsonl'}", "train.checkpoint_every=4")
     folder = run("medusa", "a", *how)
-    best, final = (load_file(folder / name / "model.safetensors") for name in ("best", "final"))
+    best, last = load_file(folder / "best" / "model.safetensors"), final(folder)
     then = load_file(folder / "checkpoints" / "step_00000004" / "head.safetensors")
     assert sorted(map(float, (value.sum() for value in best.values()))) == sorted(
         map(float, (value.sum() for value in then.values()))
     )
-    assert any(not torch.equal(best[name], final[name]) for name in best)
+    assert any(not torch.equal(best[name], last[name]) for name in best)
     assert load_head(folder / "best", Target.load(world / "target")).config.type == "medusa"
 
 
 def test_patience_ends_a_run_and_an_interrupted_one_alike(validated, capsys):
     how = ("train.patience=2", "train.learning_rate=1e-9", "train.validate_every=2")
-    whole, validations = validated("medusa", "whole", *how)
-    assert [step for step, _ in validations] == [2, 4, 6]
+    whole, found = validated("medusa", "whole", *how)
+    assert [step for step, _ in found] == [2, 4, 6]
     said = " ".join(capsys.readouterr().err.split())
     assert "no better validation in 2: ended at step 6; best acceptance length" in said and (whole / "final").is_dir()
     validated("medusa", "half", *how, "train.stop_at_step=5")
     half, _ = validated("medusa", "half", *how)
-    same = [
-        [
-            {key: value for key, value in row.items() if key not in StepSpeed.__dataclass_fields__}
-            for row in read_appended(folder / "metrics.jsonl")
-        ]
-        for folder in (whole, half)
-    ]
-    assert same[0] == same[1]
+    assert metrics(half) == metrics(whole)
 
 
 def test_patience_needs_validations(run, validated):
@@ -158,14 +151,13 @@ def test_a_step_is_set_against_what_the_machine_can_do():
 
 
 def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, capsys):
-    stopped, validations = validated("medusa", "half", "train.stop_after=1e-6")
-    assert [step for step, _ in validations] == [1] and not (stopped / "final").exists()
+    stopped, found = validated("medusa", "half", "train.stop_after=1e-6")
+    assert [step for step, _ in found] == [1] and not (stopped / "final").exists()
     assert "train.stop_after: stopped at step 1 of 30; the same command goes on from there" in capsys.readouterr().err
-    half, validations = validated("medusa", "half")
+    half, found = validated("medusa", "half")
     whole, _ = validated("medusa", "whole")
-    assert [step for step, _ in validations] == [1, 10, 20, 30]
-    weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (half, whole)]
-    assert weights[0] == weights[1]
+    assert [step for step, _ in found] == [1, 10, 20, 30]
+    assert weights(half) == weights(whole)
 
 
 def test_every_step_tells_its_speed(run):
