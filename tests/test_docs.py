@@ -197,15 +197,20 @@ def test_config_keys_named_in_the_text_exist():
                 assert key in known[section] or key in ("py", "json"), (page, code)
 
 
-def test_commands_and_options_named_in_the_text_exist():
+def test_commands_and_options_that_are_named_or_shown_exist():
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    for page, code in in_text():
+    shown = [(page.stem, line) for page in PAGES for line in re.findall(r"^\s*(headstart .*)$", page.read_text(), re.M)]
+    names = set()
+    for page, code in [*in_text(), *shown]:
         found = re.match(r"headstart (data \w+|target get|\w+)(.*)$", code)
         if found:
+            names.add(found[1])
             verb, _, of_group = found[1].partition(" ")
             command = commands[verb].commands[of_group] if of_group else commands[verb]
             options = {"--help"} | {option for one in getattr(command, "params", []) for option in one.opts}
-            assert set(re.findall(r"--[a-z-]+", found[2])) <= options, (page, code)
+            own = re.sub(r'"[^"]*"', "", found[2])  # without what it passes on
+            assert set(re.findall(r"--[a-z-]+", own)) <= options, (page, code)
+    assert names >= {"train", "eval", "data prepare", "data extract"}
 
 
 def test_every_promise_names_a_test_that_exists():

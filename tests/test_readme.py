@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 from headstart.benchmarks import context_figures, data_figures, readme_figures
-from headstart.scripts.cli import app
 from headstart.train import trend
-from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 
 
 def test_every_make_word_is_a_target():
@@ -22,17 +19,6 @@ def test_every_make_word_is_a_target():
     words = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)(?=[`\s,:])", TEXT))
     assert {"quickstart", "test", "check"} <= words
     assert words - {"much"} <= targets
-
-
-def test_every_option_of_a_shown_command_exists():
-    shown = re.findall(r"^\s*headstart (data \w+|target get|\w+)(.*)$", TEXT, re.M)
-    assert {name for name, _ in shown} >= {"train", "eval", "data prepare", "data extract"}
-    for name, rest in shown:
-        verb, _, of_group = name.partition(" ")
-        command = COMMANDS[verb].commands[of_group] if of_group else COMMANDS[verb]
-        options = {option for parameter in command.params for option in parameter.opts}
-        own = re.sub(r'"[^"]*"', "", rest)  # without what it passes on
-        assert set(re.findall(r"--[a-z-]+", own)) <= options, (name, rest)
 
 
 def test_every_named_config_and_file_exists():

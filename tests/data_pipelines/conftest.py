@@ -1,9 +1,7 @@
 """Real chat templates, rewritten in templates/, on a small byte-level tokenizer that has their special tokens."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, is_finished
@@ -58,17 +56,6 @@ def chat_tokenizer() -> Callable[[str], PreTrainedTokenizerFast]:
 def template_name(request: pytest.FixtureRequest) -> str:
     """Every template in templates/."""
     return request.param
-
-
-@pytest.fixture(scope="session")
-def lines() -> Callable[[Path, list[dict[str, Any]]], Path]:
-    """lines(path, rows): a JSON Lines file."""
-
-    def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
 
 
 @pytest.fixture(scope="session")

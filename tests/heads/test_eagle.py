@@ -137,9 +137,8 @@ def test_a_tree_scores_what_training_scores_along_each_path(num_layers, target):
     [("feature_layers", [1]), ("num_layers", 0), ("noise", -0.1), ("num_depths", 0)],
 )
 def test_what_cannot_be_served_is_refused(key, value):
-    with pytest.raises(BadInput, match=key) as caught:
+    with pytest.raises(BadInput, match=key):
         EagleConfig(**{key: value})
-    assert "\n" not in str(caught.value)
 
 
 def test_shipped_configs_are_the_papers():

@@ -1,4 +1,4 @@
-"""MTP modules equal DeepSeek-V3's formulas, draft what training scored on every kind of target, and go back whole."""
+"""MTP modules equal DeepSeek-V3's formulas, draft what training scored on every kind of target."""
 
 import json
 from typing import Any
@@ -14,13 +14,11 @@ from headstart.eval.decoding.stopping import Stop
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.importing.mtp_checkpoint import stitch
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from perturbing import perturb
-from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -225,7 +223,7 @@ def test_a_cut_vocabulary_scores_the_targets_rows(target):
     torch.testing.assert_close(ours, wanted[:, ids])
 
 
-# starts and checkpoints
+# starts
 
 
 def test_it_starts_from_the_targets_last_layer(target):
@@ -258,91 +256,6 @@ def test_independent_modules_have_names_of_their_own(shared_names, target, tmp_p
     loaded = load_head(save_head(head, tmp_path / "head"), target)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), loaded.parameters(), strict=True))
     assert json.loads((tmp_path / "head" / "config.json").read_text())["num_nextn_predict_layers"] == 2
-
-
-@pytest.fixture
-def checkpoint(request, tiny_model, tmp_path):
-    """A Qwen2 target whose folder carries an MTP module in bfloat16, in a second file, named as MiMo does; or a
-    mixture of experts that keeps one under DeepSeek's names, expert by expert."""
-    family, layout = request.param
-    folder = tmp_path / "target"
-    tiny_model(family).save_pretrained(folder)
-    head = perturbed(Target.load(folder), layout=layout)
-    extra = {}
-    for name, value in head.state_dict().items():
-        stem, _, last = name.rpartition(".")
-        if last == "gate_up_proj":
-            half = value.shape[1] // 2
-            for i in range(len(value)):
-                extra[f"{stem}.{i}.gate_proj.weight"] = value[i, :half].contiguous()
-                extra[f"{stem}.{i}.up_proj.weight"] = value[i, half:].contiguous()
-        elif last == "down_proj":
-            extra |= {f"{stem}.{i}.down_proj.weight": value[i].contiguous() for i in range(len(value))}
-        else:
-            extra[name] = value
-    extra = {name: value.bfloat16() for name, value in extra.items()}
-    extra["model.layers.4.shared_head.head.weight"] = torch.ones(61, 32)  # a copy that nobody trains
-    main = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    save_file(extra, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
-    where = dict.fromkeys(main, "model-00001-of-00002.safetensors")
-    where |= dict.fromkeys(extra, "model-00002-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return folder, head
-
-
-BOTH = pytest.mark.parametrize("checkpoint", [("qwen2", "mimo"), ("qwen3_moe", "deepseek_v3")], indirect=True)
-
-
-@BOTH
-def test_a_checkpoints_module_is_read_trained_and_put_back(checkpoint, make_batch, tmp_path):
-    folder, written = checkpoint
-    target = Target.load(folder)
-    config = MtpConfig(layout=written.config.layout, init="checkpoint", num_depths=2)
-    head: Any = build_head(config, target)
-    for ours, theirs in zip(head.parameters(), written.parameters(), strict=True):
-        assert torch.equal(ours, theirs.bfloat16().float())
-    head.loss(make_batch(target, head)).loss.backward()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.sub_(0.1 * parameter.grad + 0.01)
-    out = tmp_path / "stitched"
-    stitch(head.state_dict(), folder, out)
-    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
-    before, after = (
-        {name: value for path in f.glob("*.safetensors") for name, value in load_file(path).items()}
-        for f in (folder, out)
-    )
-    assert before.keys() == after.keys()
-    assert all(before[name].dtype == after[name].dtype for name in before)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    trained = {name for name in before if ".mtp_layers." in name or ".layers.4." in name}
-    assert changed == trained - {"model.layers.4.shared_head.head.weight"}
-    again = Target.load(out)
-    assert again.fingerprint == target.fingerprint
-    reread = build_head(head.config, again)
-    for ours, theirs in zip(head.parameters(), reread.parameters(), strict=True):
-        assert torch.equal(ours.bfloat16().float(), theirs)
-
-
-@pytest.mark.parametrize("checkpoint", [("qwen2", "mimo")], indirect=True)
-def test_what_a_checkpoint_lacks_is_refused(checkpoint, tmp_path):
-    folder, _ = checkpoint
-    target = Target.load(folder)
-    with pytest.raises(BadInput, match=r"head.layout deepseek_v3: .*: its MTP modules are of layout mimo"):
-        build_head(MtpConfig(init="checkpoint"), target)
-    many = build_head(MtpConfig(layout="mimo", independent=True, num_depths=2), target)
-    with pytest.raises(BadInput, match=r"no tensor model.mtp_layers.1"):
-        stitch(many.state_dict(), folder, tmp_path / "stitched")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["target"], "nothing half-written stays"
-    path = folder / "model-00002-of-00002.safetensors"
-    tensors = load_file(path)
-    name = "model.mtp_layers.0.input_proj.weight"
-    narrow, quantised = tensors[name][:, :8].contiguous(), tensors[name].char()
-    for bad, message in ((narrow, r"expected \(32, 64\), found \(32, 8\)"), (quantised, "is quantised")):
-        save_file({**tensors, name: bad}, path)
-        with pytest.raises(BadInput, match=message):
-            build_head(MtpConfig(layout="mimo", init="checkpoint"), target)
 
 
 def test_what_cannot_be_driven_is_refused(target, tiny_target, monkeypatch):

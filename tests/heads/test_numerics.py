@@ -9,10 +9,9 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
-from headstart.heads.registry import HEADS, build_head, load_head, save_head
+from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from perturbing import perturb
-from safetensors.torch import load_file
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
 
@@ -93,21 +92,6 @@ def test_an_untrained_medusa_head_is_the_targets_output_layer(output, bias, fami
     for k in range(head.num_depths):
         assert torch.equal(logits[:, :, k], wanted)
         assert output == "shared" or (f"{k}.2.bias" in head.state_dict()) == bias
-
-
-def test_draft_vocabulary_offsets_are_the_engines(target, make_batch, tmp_path):
-    """d2t: target id minus draft id; t2d: whether a target token can be drafted."""
-    head = perturbed("eagle3", target, ids=CUT)
-    tensors = load_file(save_head(head, tmp_path / "head") / "model.safetensors")
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
-    assert [i + int(d) for i, d in enumerate(tensors["d2t"])] == CUT.tolist()
-    assert tensors["t2d"].nonzero().flatten().tolist() == CUT.tolist() and len(tensors["t2d"]) == 61
-    loaded = load_head(tmp_path / "head", target)
-    assert loaded.vocabulary is not None and torch.equal(loaded.vocabulary.to_target, CUT)
-    batch = make_batch(target, head)
-    assert torch.equal(loaded.teacher_forced_logits(batch)[1], head.teacher_forced_logits(batch)[1])
-    state_logits = torch.randn(3, len(CUT))
-    assert loaded.to_target(state_logits.argmax(-1)).tolist() == CUT[state_logits.argmax(-1)].tolist()
 
 
 def test_an_untrained_eagle3_head_starts_from_the_targets_output(target):

@@ -1,11 +1,10 @@
 """`headstart eval --engine llama-server`, and `--compare llama-server:PATH`; a script stands for the server."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+import gguf_files
 import pytest
 
 TESTS = Path(__file__).parents[1]
@@ -14,9 +13,6 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture
 def world(tmp_path, saved_target, monkeypatch):
     """A folder with llama-server, T.gguf, whose dequantised folder is the saved target, HEAD.gguf and two prompts."""
-    sys.path.insert(0, str(TESTS / "heads" / "export"))
-    gguf_files: Any = importlib.import_module("gguf_files")
-
     script = (TESTS / "eval" / "measurement" / "fake_llama_server.py").read_text()
     (tmp_path / "llama-server").write_text(f"#!{sys.executable}\n{script}")
     (tmp_path / "llama-server").chmod(0o755)

@@ -53,7 +53,7 @@ def run(world, tmp_path):
 def features(world, tmp_path):
     """features(head_type, name, "key=value", ...): extracts float32 states for a head into tmp_path/name."""
 
-    def make(head_type, name, *overrides, storage_dtype="float32"):
+    def make(head_type, name, *overrides):
         config = {
             "target": {"path": str(world / "target")},
             "head": {"type": head_type, "num_depths": 3},
@@ -61,7 +61,7 @@ def features(world, tmp_path):
         }
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
-        extract(str(path), tmp_path / name, list(overrides), storage_dtype=storage_dtype, device="cpu")
+        extract(str(path), tmp_path / name, list(overrides), storage_dtype="float32", device="cpu")
         return tmp_path / name
 
     return make

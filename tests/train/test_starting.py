@@ -152,19 +152,12 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
         (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
         (["train.lora_rank=-1"], "train.lora_rank: should be greater than or equal to 0, got -1"),
         (["train.lora_alpha=0"], "train.lora_alpha: should be greater than 0"),
-        (["train.start_from={first}"], "train.start_from: head {first}: is of type medusa, not eagle3"),
-        (
-            ["head.type=medusa", "head.num_depths=5", "train.start_from={first}"],
-            "tensor 3.0.linear.bias: expected (32,",
-        ),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_refused(overrides, problem, run, tmp_path):
-    first = run("medusa", "first", "train.max_steps=1", "train.warmup_steps=0") / "final"
     with pytest.raises(BadInput) as caught:
-        run("eagle3", "a", *[one.format(first=first) for one in overrides])
-    assert problem.format(first=first) in str(caught.value) and "\n" not in str(caught.value)
-    assert not (tmp_path / "a").exists()
+        run("eagle3", "a", *overrides)
+    assert problem in str(caught.value) and not (tmp_path / "a").exists()
 
 
 # Medusa-2

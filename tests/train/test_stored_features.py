@@ -20,12 +20,6 @@ def test_offline_and_online_training_have_the_same_losses(layout, head_type, run
     assert not (offline / "tokens").exists()
 
 
-def test_eight_bits_are_near(run, features):
-    stored = features("eagle3", "features", storage_dtype="8bit")
-    online, offline = run("eagle3", "online"), run("eagle3", "offline", f"data.features={stored}")
-    assert losses(online) == pytest.approx(losses(offline), rel=0.02) and losses(online) != losses(offline)
-
-
 def test_other_and_damaged_features_are_refused(run, features, tmp_path):
     """Which are, is in test_features.py and test_same_data.py of tests/data_pipelines/storage."""
     stored = features("eagle3", "features")

@@ -1,18 +1,13 @@
 """Real HTTP servers that drop, stall, refuse and garble: every row is answered once, or named with the reason."""
 
-import hashlib
 import json
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import pytest
@@ -22,9 +17,8 @@ from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
 from headstart.configs.neutral_sampling import NEUTRAL
 from headstart.data_pipelines.answers import client as client_module
-from headstart.data_pipelines.answers.client import OpenAIClient
-from headstart.data_pipelines.answers.dispatch import by_threads
-from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig
+from openai_server import answered, regenerated, serving
 
 KEY = "sk-never-to-be-seen"
 RUN = """
@@ -38,74 +32,6 @@ config = build(RegenerateConfig, read_config(sys.argv[1], sys.argv[2:]))
 client = OpenAIClient(config.servers, model=config.target, config=config.client)
 regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
 """
-
-
-class Server(ThreadingHTTPServer):
-    """Answers with a hash of the request. fault(server, body, number of the attempt at it) may say otherwise."""
-
-    daemon_threads = True
-
-    def __init__(self, fault=None, delay=0.0, port=0):
-        super().__init__(("127.0.0.1", port), Handler)
-        self.fault, self.delay = fault or (lambda *_: None), delay
-        self.lock, self.num_now, self.most_at_once = threading.Lock(), 0, 0
-        self.attempts, self.bodies, self.headers, self.times = Counter(), [], [], []
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-    def handle_error(self, *_):
-        """Clients are killed here: no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        server, raw = self.server, self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.loads(raw)
-        with server.lock:
-            server.num_now += 1
-            server.most_at_once = max(server.most_at_once, server.num_now)
-            server.attempts[raw] += 1
-            attempt = server.attempts[raw]
-            server.bodies.append(body)
-            server.headers.append(self.headers)
-            server.times.append(time.monotonic())
-        try:
-            time.sleep(server.delay)
-            reply = server.fault(server, body, attempt) or answered(body)
-        finally:
-            with server.lock:
-                server.num_now -= 1
-        if reply == "drop":
-            self.close_connection = True
-            return
-        status, headers, payload = reply
-        payload = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(payload)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(payload)
-
-
-def answered(body, *, finish_reason="stop", **message):
-    text = hashlib.sha256(json.dumps([body["messages"], body["seed"]]).encode()).hexdigest()
-    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}
-    return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
-
-
-@contextmanager
-def serving(fault=None, delay=0.0, port=0):
-    server = Server(fault, delay, port)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +64,7 @@ def configured(tmp_path):
 
 
 def run(path, *overrides):
-    config = build(RegenerateConfig, read_config(path, overrides))
-    client = OpenAIClient(config.servers, model=config.target, config=config.client)
-    return regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
+    return regenerated(build(RegenerateConfig, read_config(path, overrides)))
 
 
 def contents(output):

@@ -1,19 +1,14 @@
 """A server's own sampling defaults, as vLLM's of generation_config.json, do not reach the rows, or the rows say so."""
 
 import json
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import openai_server
 import pytest
 from headstart.configs.jsonl import read_jsonl
 from headstart.configs.loader import build
 from headstart.configs.neutral_sampling import NEUTRAL
-from headstart.data_pipelines.answers.client import OpenAIClient
-from headstart.data_pipelines.answers.dispatch import by_threads
-from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig
 
 # what a server applies where a request is silent: generation_config.json's of vLLM and SGLang, and llama-server's
 DEFAULTS = {"repetition_penalty": 1.3, "repeat_penalty": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
@@ -21,61 +16,31 @@ DEFAULTS |= {"presence_penalty": 1.5, "frequency_penalty": 0.2, "typical_p": 0.9
 DEFAULTS |= {"dry_multiplier": 0.8, "top_n_sigma": 1.0, "dynatemp_range": 0.5, "mirostat": 2, "temperature": 0.6}
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with the settings that it applied. refusal(body) gives a status and an error instead."""
-
-    daemon_threads = True
-
-    def __init__(self, refusal: Any):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.refusal, self.bodies = refusal, []
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Any
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        applied = {key: body.get(key, value) for key, value in DEFAULTS.items()}
-        message = {"role": "assistant", "content": json.dumps(applied)}
-        done = 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
-        status, said = self.server.refusal(body) or done
-        payload = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-
 @pytest.fixture
-def answered(tmp_path) -> Iterator[Any]:
-    """answered(refusal, key=value ...): the server, the settings that it applied to each row, rows, manifest."""
-    servers = []
+def answered(tmp_path) -> Any:
+    """answered(refusal, key=value ...): the server, the settings that it applied to each row, rows, manifest.
+
+    Args: refusal: (body) -> a status and an error, or None.
+    """
 
     def run(refusal: Any = lambda body: None, *, num_rows: int = 6, **keys: Any) -> Any:
-        server = Server(refusal)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        def reply(server: Any, body: dict[str, Any], attempt: int) -> Any:
+            applied = {key: body.get(key, value) for key, value in DEFAULTS.items()}
+            status, error = refusal(body) or (200, None)
+            return (status, {}, error) if error else openai_server.answered(body, content=json.dumps(applied))
+
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(num_rows)))
         sections = {"sources": str(prompts), "output": str(tmp_path / "out"), "target": "tiny", **keys}
         client = {"concurrency": 2, **keys.get("client", {})}
-        config = build(RegenerateConfig, {**sections, "servers": [server.url], "client": client})
-        asks = OpenAIClient(config.servers, model=config.target, config=config.client)
-        regenerate(config, partial(by_threads, answer=asks, num_threads=asks.num_threads))
+        with openai_server.serving(reply) as server:
+            config = build(RegenerateConfig, {**sections, "servers": [server.url], "client": client})
+            openai_server.regenerated(config)
         rows = read_jsonl(tmp_path / "out/answers.jsonl")
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
         return server, [json.loads(row["messages"][-1]["content"]) for row in rows], rows, manifest
 
-    yield run
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return run
 
 
 def naming(*keys: str) -> Any:

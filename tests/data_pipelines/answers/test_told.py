@@ -4,16 +4,12 @@ import json
 import shutil
 from datetime import date
 from pathlib import Path
-from threading import Condition
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from headstart.configs.jsonl import read_jsonl
-from headstart.data_pipelines.answers.client import OpenAIClient
+from headstart.configs.loader import build
 from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
-from headstart.data_pipelines.answers.dispatch import by_threads
-from headstart.data_pipelines.answers.regenerate import ClientConfig
+from headstart.data_pipelines.answers.regenerate import RegenerateConfig
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
@@ -25,6 +21,7 @@ from headstart.heads.target import Target
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.data.regenerate import regenerate
 from headstart.scripts.unattended.held_out import held_out_row, read_asked
+from openai_server import regenerated, serving
 
 TEMPLATE = (
     "w1 {% if strftime_now is defined %}w{{ strftime_now('%d') }} {% endif %}"
@@ -102,33 +99,16 @@ def test_a_config_tells_for_rows_that_record_nothing(target):
     assert 40 not in sample.input_ids
 
 
-def test_servers_are_told_what_rows_record(monkeypatch):
-    bodies = []
-
-    class Client(OpenAIClient):
-        def __init__(self):
-            self.model, self.config, self._changed = "tiny", ClientConfig(), Condition()
-
-        def __call__(self, request):
-            def create(**body):
-                bodies.append(body)
-                message = {"role": "assistant", "content": "ok"}
-                choices = [{"message": message, "finish_reason": "stop"}]
-                return SimpleNamespace(content=json.dumps({"choices": choices}).encode())
-
-            spaces = SimpleNamespace(with_raw_response=SimpleNamespace(create=create))
-            client = SimpleNamespace(chat=SimpleNamespace(completions=spaces))
-            server: Any = SimpleNamespace(url="u", client=client, refused=set())
-            return self._attempt(server, request)
-
+def test_servers_are_told_what_rows_record(tmp_path):
     told = {"enable_thinking": True, "strftime_now": "2026-03-17"}
-    asked = Row({"prompt": "hi", "chat_template_kwargs": told, "tools": TOOLS}, "a:1")
-    sampling = SamplingConfig(thinking=False, chat_template_kwargs={"reasoning_effort": "low"})
-    talks = exchanges(asked, sampling, turns="all")
-    [(_, row)] = by_threads(talks, answer=Client(), num_threads=1, is_done=lambda _: False)
-    assert isinstance(row, dict)
+    source = rows(tmp_path / "asked.jsonl", {"prompt": "hi", "chat_template_kwargs": told, "tools": TOOLS})
+    sampling = {"thinking": False, "chat_template_kwargs": {"reasoning_effort": "low"}}
+    settings = {"sources": str(source), "output": str(tmp_path / "out"), "target": "tiny", "sampling": sampling}
+    with serving() as server:
+        regenerated(build(RegenerateConfig, {**settings, "servers": [server.url]}))
+    [row] = read_jsonl(tmp_path / "out" / "answers.jsonl")
     sent = {"reasoning_effort": "low", "enable_thinking": True}
-    assert bodies[0]["extra_body"]["chat_template_kwargs"] == sent and bodies[0]["tools"] == TOOLS
+    assert server.bodies[0]["chat_template_kwargs"] == sent and server.bodies[0]["tools"] == TOOLS
     assert row["chat_template_kwargs"] == {**sent, "strftime_now": date.today().isoformat()}, (
         "no server can be told a day"
     )

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+from chats import turns
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
@@ -32,12 +33,6 @@ HARMONY = """
 PLAIN = """
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-
-
-def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Messages that alternate between user and assistant."""
-    chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return [{"role": "system", "content": system}, *chat] if system is not None else chat
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A row that cannot be encoded ends no run: it is left out, counted by reason and named; if most are, it is refused."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -51,7 +52,11 @@ def test_ids_of_another_target_are_refused_at_once(chat_tokenizer):
         encoded([GOOD, {"input_ids": [1, 99999], "prompt_length": 1}, GOOD], chat_tokenizer("gemma-2"))
 
 
-def test_prepare_drops_what_the_template_of_its_tokenizer_refuses(chat_tokenizer, tmp_path, lines):
+def test_prepare_drops_what_the_template_of_its_tokenizer_refuses(chat_tokenizer, tmp_path):
+    def lines(path, rows):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
     chat_tokenizer("gemma-2").save_pretrained(tmp_path / "tokenizer")
     asked = [{"messages": [{"role": "user", "content": f"hi {i}"}, GOOD["messages"][1]]} for i in range(4)]
     rows = lines(tmp_path / "rows.jsonl", [*asked[:2], REFUSED, *asked[2:]])

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from chats import chat
 from headstart.configs.errors import BadInput
 from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
@@ -28,11 +29,6 @@ def runs(sample: Sample, tokenizer: Any) -> list[tuple[str, str]]:
         (SEGMENTS[segment], tokenizer.decode([token for token, _ in run]))
         for segment, run in groupby(pairs, key=lambda pair: pair[1])
     ][1:]
-
-
-def chat(*contents: str) -> dict[str, Any]:
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from headstart.train import trainer
 from headstart.train.__main__ import main
 from headstart.train.config import load_run
 from headstart.train.speed import limit_of
+from run_files import losses, validations
 from safetensors.torch import save
 from test_served import WRONG
 
@@ -67,17 +68,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(state_server, "PATIENCE", 0.3)
 
 
-def losses_of(folder):
-    return [row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row]
-
-
 def extracted(run, output, url, *overrides):
     extract(run, output, list(overrides), engine="vllm", server=url, device="cpu", storage_dtype="float32")
     return output
 
 
 def trained(run, keys):
-    return losses_of(trainer.train(load_run(run, keys)).parent)
+    return losses(trainer.train(load_run(run, keys)).parent)
 
 
 HEADS = {
@@ -134,7 +131,7 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
             trainer.train(load_run(run, keys(name, *more, *how, "train.stop_at_step=4")))
             server.rows.clear()
             folder = trainer.train(load_run(run, keys(name, *more, *how))).parent
-            found.append([row["validation"] for row in read_appended(folder / "metrics.jsonl") if "validation" in row])
+            found.append(validations(folder))
             if name == "online":
                 assert len(server.rows) == NUM_PROBES + 4 * 4, "the probes and the rows of 4 steps"
     assert found[0] == found[1] and len(found[0]) == 4
@@ -210,11 +207,11 @@ def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("headstart: ")]
     assert len(lines) == 1 and re.fullmatch(f"headstart: server {url}: .*; gave up after 0.3 s", lines[0])
     [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
-    assert int(checkpoint.name.removeprefix("step_")) == len(losses_of(tmp_path / "run")) in range(2, 8)
+    assert int(checkpoint.name.removeprefix("step_")) == len(losses(tmp_path / "run")) in range(2, 8)
     server.num_away = 0
     with server.listening(port):
         assert main(command) == 0
-    assert losses_of(tmp_path / "run") == whole
+    assert losses(tmp_path / "run") == whole
 
 
 @pytest.mark.slow
@@ -308,7 +305,7 @@ def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(f
         return process
 
     def wait_for(count):
-        while len(losses_of(tmp_path / "run")) < count:
+        while len(losses(tmp_path / "run")) < count:
             assert trainer_process.poll() is None
             time.sleep(0.01)
 
@@ -332,7 +329,7 @@ def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(f
         for process in running:
             process.kill()
             process.wait()
-    online = losses_of(tmp_path / "run")
+    online = losses(tmp_path / "run")
     offline = trained(run, keys("offline", "train.max_steps=60", f"data.features={out}"))
     assert online == offline and len(online) == 60
     assert not list((tmp_path / "states").iterdir())
@@ -377,11 +374,8 @@ def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run([sys.executable, "-m", *launch, *two], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses_of(tmp_path / "two") == pytest.approx(one, rel=1e-5)
-    figures = [
-        [row["validation"] for row in read_appended(tmp_path / name / "metrics.jsonl") if "validation" in row]
-        for name in ("one", "two")
-    ]
+    assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
+    figures = [validations(tmp_path / name) for name in ("one", "two")]
     assert figures[0] == figures[1] and len(figures[0]) == 2
     counts = Counter(server.labels[before:])
     fresh = server.labels[:asked_alone].count(label_of(tmp_path / "one"))

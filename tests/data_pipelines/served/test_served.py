@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_server import FakeServer
 from headstart.configs.errors import BadInput
+from headstart.configs.owned import MARKER
 from headstart.data_pipelines.served.in_vllm.headstart_weights import weights_digest
 from headstart.data_pipelines.served.reading import NUM_PROBES
 from headstart.data_pipelines.served.state_server import StateServer
@@ -19,6 +20,7 @@ from headstart.data_pipelines.served.vllm_process import VllmServer
 from headstart.data_pipelines.storage.shards import Shards, read_manifest
 from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
+from run_files import contents
 from served_targets import KINDS, save_words
 
 HEADS = {
@@ -49,11 +51,6 @@ def served(run, output, url, **how):
 
 def rows_of(folder) -> list[Any]:
     return list(Shards(folder))
-
-
-def contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.json")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 CASES = [(head, "qwen2") for head in HEADS] + [("eagle3", kind) for kind in KINDS if kind != "qwen2"]
@@ -206,7 +203,7 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
         assert (server.num_away, server.num_unwritten) == (0, 0)
         server.num_away = 4
         served(run, tmp_path / "out", url)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out", but=MARKER) == contents(tmp_path / "whole", but=MARKER)
     with pytest.raises(BadInput, match="refused.*; gave up after 0.3 s"):
         asker.patience = 0.3
         asker.ask([5])
@@ -261,7 +258,7 @@ def test_killed_at_any_point_it_loses_and_repeats_no_row(num_kills, fake, run_of
         assert num_killed == num_kills
         served(run, tmp_path / "out", url, **how)
     assert len(Shards(tmp_path / "out")) == 30 * num_kills
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out", but=MARKER) == contents(tmp_path / "whole", but=MARKER)
     assert not list((tmp_path / "states").iterdir()), "nor do files stay at the server"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from headstart.configs.errors import BadInput
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.configs.owned import LOCK, MARKER, OwnedFolder
 from headstart.data_pipelines.config import DataConfig
+from headstart.data_pipelines.loader import collate
 from headstart.data_pipelines.storage import extract as extract_module
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, fields_of
 from headstart.data_pipelines.storage.features import Reads, check_features, origin_of, positions
@@ -23,10 +25,9 @@ from headstart.data_pipelines.storage.quantise import pack
 from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
-from headstart.heads.base import DraftBatch
-from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.data.extract import extract as extract_command
+from run_files import contents
 
 MORE = {  # variants of families that read other things than their default
     "hydra_pp": {"type": "hydra", "prefix_attention": True},
@@ -68,26 +69,12 @@ def stored(folder, samples):
 
 def batch_of(rows, *, live=None):
     """A padded batch, with the states that rows have or those of a live target and its head."""
-    width = max(len(row.sample) for row in rows)
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.sample)] = torch.from_numpy(row.sample.input_ids)
-        mask[i, : len(row.sample)] = torch.from_numpy(row.sample.loss_mask)
-    if live is not None:
-        target, head = live
-        return DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
-    states = rows[0].states
-    features = torch.zeros(len(rows), width, *states.features.shape[1:])
-    post_norm = torch.zeros(len(rows), width, *states.post_norm.shape[1:])
-    for i, row in enumerate(rows):
-        features[i, : len(row.sample)], post_norm[i, : len(row.sample)] = row.states.features, row.states.post_norm
-    return DraftBatch(ids, mask, TargetOutput(features, post_norm))
-
-
-def contents(folder):
-    """All but the marker, which has the time."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.json")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    batch = collate([[row] for row in rows])
+    if live is None:
+        return batch.filled(lambda *_, **__: pytest.fail("reads the target"))
+    target, head = live
+    read = partial(target.forward, feature_layers=head.feature_layers)
+    return replace(batch, output=None).filled(read)
 
 
 def test_which_positions_are_kept():
@@ -227,7 +214,7 @@ def test_killed_at_any_point_it_ends_as_if_it_had_not_been(num_kills, target, tm
         work()
     assert extract_module.is_finished(tmp_path / "cut", extraction.fields)
     extract_module.clear_unfinished(tmp_path / "cut")  # as every start does
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "cut", but=MARKER) == contents(tmp_path / "whole", but=MARKER)
 
 
 def test_the_number_of_processes_changes_nothing(target, tmp_path):
@@ -242,7 +229,7 @@ def test_the_number_of_processes_changes_nothing(target, tmp_path):
             extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=say)
         assert told == [extraction.num_tokens(rank, num_ranks) for rank in range(num_ranks)]
         extraction.finish(output)
-    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert contents(tmp_path / "one", but=MARKER) == contents(tmp_path / "three", but=MARKER)
 
 
 def test_a_failing_writer_stops_the_extraction(target, tmp_path, monkeypatch):
@@ -315,9 +302,9 @@ def test_features_of_something_else_are_refused_with_key_and_values(
 def test_another_start_into_the_same_folder_is_refused(target, extract, tmp_path):
     samples, head = stored(tmp_path / "tokens", make_samples()), fresh("eagle3", target)
     extract(samples, target, head, tmp_path / "out")
-    before = contents(tmp_path / "out")
+    before = contents(tmp_path / "out", but=MARKER)
     extract(samples, target, head, tmp_path / "out")
-    assert contents(tmp_path / "out") == before
+    assert contents(tmp_path / "out", but=MARKER) == before
     with pytest.raises(BadInput, match="out: holds samples with storage_dtype 8bit, not float32"):
         extract(samples, target, head, tmp_path / "out", config=ExtractConfig(storage_dtype="float32"))
 
@@ -369,19 +356,15 @@ def test_a_refused_command_leaves_nothing_behind(run_yaml, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def tree(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_late_failure_leaves_the_features_beside_it(run_yaml, tmp_path, monkeypatch):
     extract_command(run_yaml, output=tmp_path / "feat/a", device="cpu")
-    before = tree(tmp_path / "feat")
+    before = contents(tmp_path / "feat")
     (tmp_path / "more").mkdir()
     monkeypatch.setattr(extract_module, "disk_free", lambda _: 10)
     for output in ("feat/b", "feat/c/d", "more"):
         with pytest.raises(BadInput, match="of this disk are free"):
             extract_command(run_yaml, output=tmp_path / output, device="cpu")
-    assert tree(tmp_path / "feat") == before and not (tmp_path / "feat/b").exists()
+    assert contents(tmp_path / "feat") == before and not (tmp_path / "feat/b").exists()
     assert (tmp_path / "more").is_dir() and not list((tmp_path / "more").iterdir()), "it was there, and empty"
 
 
@@ -392,15 +375,15 @@ def test_a_folder_of_the_users_own_is_refused_untouched(name, run_yaml, tmp_path
     path.write_text("mine")
     with pytest.raises(BadInput, match="out: holds other files"):
         extract_command(run_yaml, output=tmp_path / "out", device="cpu")
-    assert tree(tmp_path / "out") == {name: b"mine"}
+    assert contents(tmp_path / "out") == {name: b"mine"}
 
 
 def test_two_extractions_do_not_share_a_folder(run_yaml, tmp_path):
     with OwnedFolder(tmp_path / "out", command="headstart data extract"):
-        before = tree(tmp_path / "out")
+        before = contents(tmp_path / "out")
         with pytest.raises(BadInput, match=f"out: in use by process {os.getpid()} on"):
             extract_command(run_yaml, output=tmp_path / "out", device="cpu")
-        assert tree(tmp_path / "out") == before
+        assert contents(tmp_path / "out") == before
 
 
 @pytest.mark.slow
@@ -415,4 +398,4 @@ def test_two_processes_write_what_one_does(run_yaml, tmp_path):
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
     assert len(list((tmp_path / "one").glob("shard_*"))) > 2
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert contents(tmp_path / "one", but=MARKER) == contents(tmp_path / "two", but=MARKER)

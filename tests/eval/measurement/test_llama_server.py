@@ -1,7 +1,6 @@
 """A head in llama-server is measured as one in our engine is: in turns, with intervals, its texts compared; and its
 plain decoding is timed beside ours. A small script stands for the server."""
 
-import importlib
 import json
 import os
 import sys
@@ -9,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 import torch
 from headstart.configs.errors import BadInput
@@ -26,7 +26,6 @@ from headstart.eval.report.page import render
 from headstart.eval.suites.prompts import Suite
 from headstart.scripts.eval_run import parse_yardstick
 
-HEADS = Path(__file__).parents[2] / "heads" / "export"
 SUITE = Suite("three", [[1, 5, 9], [1, 7, 8, 3], [1, 30]])
 CONFIG = MeasureConfig(max_new_tokens=9, num_repeats=2)
 
@@ -35,9 +34,6 @@ CONFIG = MeasureConfig(max_new_tokens=9, num_repeats=2)
 def files(tmp_path, monkeypatch):
     """files("eagle3"): a stand-in for the server, a head of that architecture and a target; what it was asked goes to
     asked.jsonl."""
-    sys.path.insert(0, str(HEADS))
-    gguf_files: Any = importlib.import_module("gguf_files")
-
     binary, head, target = tmp_path / "llama-server", tmp_path / "head.gguf", tmp_path / "target.gguf"
     binary.write_text(f"#!{sys.executable}\n" + (Path(__file__).parent / "fake_llama_server.py").read_text())
     binary.chmod(0o755)

@@ -13,9 +13,8 @@ from headstart.heads.export.check import check_export, check_folder
 from headstart.heads.export.write import ENGINES, engines_of, export_head, notes, serve_commands
 from headstart.heads.families import served_families
 from headstart.heads.medusa import MedusaConfig
-from headstart.heads.registry import HEADS, build_head, head_class, save_head
+from headstart.heads.registry import HEADS, build_head, save_head
 from headstart.heads.target import Target
-from perturbing import perturb
 from safetensors.torch import load_file
 
 CASES = [  # but for modules, which go into a copy of a target that has such
@@ -28,25 +27,10 @@ OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_
 KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()
 
 
-@pytest.fixture(scope="module")
-def on_disk(saved_target):
-    """The target as `headstart train` loads it, so that heads name its folder."""
-    return Target.load(saved_target)
-
-
 @pytest.fixture
-def trained(on_disk, tmp_path):
-    """trained("eagle3", **options): the run folder of a head whose every weight is away from its start."""
-
-    def make(family, **options):
-        options = OPTIONS.get(family, {}) | options
-        config = head_class(family).config_class(**options)
-        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
-        head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
-        save_head(perturb(head, 0.05, seed=4), tmp_path / "run" / "final")
-        return tmp_path / "run"
-
-    return make
+def trained(trained):
+    """With the options above."""
+    return lambda family, **options: trained(family, **OPTIONS.get(family, {}) | options)
 
 
 def read(folder, name="model.safetensors"):

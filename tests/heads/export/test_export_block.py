@@ -6,12 +6,9 @@ import re
 import pytest
 import torch
 from headstart.configs.errors import BadInput
-from headstart.heads.block_network import BlockConfig
 from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head, serve_commands
-from headstart.heads.registry import build_head, load_head, save_head
-from headstart.heads.target import Target
-from perturbing import perturb
+from headstart.heads.registry import load_head
 from safetensors.torch import load_file, save_file
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
@@ -29,21 +26,13 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_disk(saved_target):
-    return Target.load(saved_target)
-
-
 @pytest.fixture
-def trained(on_disk, tmp_path):
-    """trained(**options): a head whose every weight is away from its start, and its folder."""
+def trained(trained, on_disk):
+    """trained(**options): such a block drafter, and its folder."""
 
     def make(**options):
-        config = BlockConfig(**{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
-        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
-        head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
-        save_head(perturb(head, 0.05, seed=4), tmp_path / "run" / "final")
-        return head.eval(), tmp_path / "run"
+        run = trained("block", **{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
+        return load_head(run / "final", on_disk), run
 
     return make
 
@@ -145,22 +134,6 @@ SPECULATORS_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", SPECULATORS_FAULTS)
-def test_a_flag_of_the_speculators_layout_that_costs_acceptance_is_found(fault, trained, tmp_path):
-    key, value, problem = SPECULATORS_FAULTS[fault]
-    export_head(trained()[1], tmp_path / "out", to="speculators")
-
-    def change(config, tensors):
-        *path, last = key.split(".")
-        for part in path:
-            config = config[part]
-        config.pop(last) if value is None else config.update({last: value})
-
-    rewritten(tmp_path / "out", change)
-    problems = check_folder(tmp_path / "out").problems
-    assert any(re.search(problem, line) for line in problems), problems
-
-
 FAULTS = {
     "sample_from_anchor left out": ("dspark", "sample_from_anchor", None, "sample_from_anchor"),
     "the other slot": ("dspark", "sample_from_anchor", False, "sample_from_anchor: expected True"),
@@ -183,10 +156,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_flag_that_costs_acceptance_is_found(fault, trained, tmp_path):
-    kind, key, value, problem = FAULTS[fault]
-    export_head(trained(**KINDS[kind])[1], tmp_path / "out", to="vllm")
+ALL_FAULTS = [("vllm", *fault) for fault in FAULTS.values()]
+ALL_FAULTS += [("speculators", "dspark", *fault) for fault in SPECULATORS_FAULTS.values()]
+
+
+@pytest.mark.parametrize(("to", "kind", "key", "value", "problem"), ALL_FAULTS, ids=[*FAULTS, *SPECULATORS_FAULTS])
+def test_a_flag_that_costs_acceptance_is_found(to, kind, key, value, problem, trained, tmp_path):
+    export_head(trained(**KINDS[kind])[1], tmp_path / "out", to=to)
 
     def change(config, tensors):
         *path, last = key.split(".")
@@ -195,8 +171,8 @@ def test_a_flag_that_costs_acceptance_is_found(fault, trained, tmp_path):
         config.pop(last) if value is None else config.update({last: value})
 
     rewritten(tmp_path / "out", change)
-    with pytest.raises(AssertionError, match=problem):
-        assert check_folder(tmp_path / "out").problems == []
+    problems = check_folder(tmp_path / "out").problems
+    assert any(re.search(problem, line) for line in problems), problems
 
 
 def test_a_tensor_of_another_method_is_found(trained, tmp_path):

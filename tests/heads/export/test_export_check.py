@@ -10,6 +10,7 @@ from headstart.heads.export.check import check_folder
 from headstart.heads.export.write import export_head
 from headstart.heads.registry import build_head, head_class, save_head
 from headstart.heads.target import Target
+from json_places import changed, places_in
 from safetensors.torch import load_file, save_file
 
 OPTIONS = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24, "num_layers": 1}}
@@ -313,36 +314,23 @@ def test_what_is_no_head_is_refused(tmp_path, saved_target):
         check_folder(tmp_path)
 
 
-def paths_in(value, path=()):
-    """The paths of all keys of a JSON object, and of the items of its lists of objects."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        yield (*path, key)
-        if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
-            yield from paths_in(inner, (*path, key))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_value_of_any_other_type_is_a_problem_and_no_crash(kind, exported):
     path = exported(kind) / "config.json"
-    sound = path.read_text()
+    text = path.read_text()
+    sound = json.loads(text)
     try:
-        for place in paths_in(json.loads(sound)):
+        for place in places_in(sound):
             for other in ("sixteen", ["x"], {"x": 1}, 2.5, 5):
-                config = json.loads(sound)
-                part = config
-                for key in place[:-1]:
-                    part = part[key]
-                part[place[-1]] = other
-                path.write_text(json.dumps(config))
+                path.write_text(json.dumps(changed(sound, place, other)))
                 try:
                     problems = check_folder(path.parent).problems
                 except BadInput as error:
                     problems = [str(error)]
                 assert all(problem and "\n" not in problem for problem in problems), (place, other)
     finally:
-        path.write_text(sound)
+        path.write_text(text)
 
 
 def test_a_nested_value_of_another_type_is_named(exported, damaged):

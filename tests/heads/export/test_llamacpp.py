@@ -1,6 +1,5 @@
 """Heads for llama.cpp: what it cannot serve is refused before anything is written, and damaged files are named."""
 
-import importlib
 import json
 import re
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -20,9 +20,6 @@ from headstart.heads.registry import build_head, head_class, save_head
 from headstart.heads.target import Target
 from headstart.scripts.export_command import check, export
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-gguf_files: Any = importlib.import_module("gguf_files")
 
 SOUND = {
     "eagle3": gguf_files.eagle3,
@@ -60,22 +57,9 @@ def checkout(tmp_path):
     def make(then=""):
         folder = tmp_path / "llama.cpp"
         folder.mkdir(exist_ok=True)
-        here = str(Path(__file__).parent)
+        here = str(Path(gguf_files.__file__).parent)
         (folder / "convert_hf_to_gguf.py").write_text(CONVERTER.format(here=here, then=then))
         return folder
-
-    return make
-
-
-@pytest.fixture
-def trained(saved_target, tmp_path):
-    """trained("eagle3", **options): the run folder of a head of the saved target."""
-
-    def make(family, **options):
-        config = head_class(family).config_class(**options)
-        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
-        save_head(build_head(config, Target.load(saved_target), draft_token_ids=ids), tmp_path / "run" / "final")
-        return tmp_path / "run"
 
     return make
 

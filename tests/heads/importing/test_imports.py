@@ -251,8 +251,8 @@ def test_a_plain_model_is_a_draft_model(saved_target, target):
 
 # modules for llama.cpp need a target of whose modules it has a graph; these are stitched like all others
 LOADED = [(family, to) for family, serving in served_families().items() for to in serving.engines]
-ALL_CASES = [case for case in LOADED if case != ("mtp", "llama.cpp")]
-CASES = [(family, to) for family, to in ALL_CASES if family != "mtp"]
+CASES = [case for case in LOADED if case != ("mtp", "llama.cpp")]
+OPTIONS = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}, "mtp": {"layout": "mimo", "num_depths": 1}}
 MORE = [("eagle3", "vllm", {"num_layers": 2, "fc_norm": True, "norm_output": True, "draft_vocab_size": None})]
 MORE += [("eagle3", to, {"sliding_window": 3}) for to in ("vllm", "speculators")]
 MORE += [("block", to, {"sliding_window": 9}) for to in ("vllm", "speculators")]
@@ -260,39 +260,42 @@ MORE += [("medusa", to, {"output": "shared"}) for to in ("vllm", "hf")]
 MORE += [("medusa", "vllm", {"target_lora_rank": 2})]
 
 
-@pytest.mark.fast_only(family=["eagle3", "medusa"])
+@pytest.fixture
+def target_for(tiny_model, tmp_path):
+    """target_for(family): a target that engines load such heads with, loaded from disk."""
+
+    def make(family):
+        tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
+        (tmp_path / "target" / "tokenizer.json").write_text("{}")
+        return lambda: Target.load(tmp_path / "target")
+
+    return make
+
+
+def perturbed(family, target, scale, **options):
+    config = head_class(family).config_class(**OPTIONS.get(family, {}) | options)
+    head = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2)
+    return perturb(head.eval(), scale, seed=1)
+
+
+@pytest.mark.fast_only(family=["eagle3", "medusa", "mtp"])
 @pytest.mark.parametrize(("family", "to", "options"), [(*case, {}) for case in CASES] + MORE)
-def test_exported_and_imported_is_exported_alike(saved_target, tmp_path, family, to, options):
-    target = Target.load(saved_target)
-    options = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}.get(family, {}) | options
-    config = head_class(family).config_class(**options)
-    ours = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2)
-    save_head(perturb(ours, 0.1, seed=1), tmp_path / "head")
+def test_exported_and_imported_is_exported_alike(target_for, tmp_path, family, to, options):
+    load = target_for(family)
+    target = load()
+    ours = perturbed(family, target, 0.1, **options)
+    save_head(ours, tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "one", to=to)
-    head = import_head(tmp_path / "one", Target.load(saved_target))
-    assert type(head) is type(ours) and head.config == ours.config
+    head = import_head(tmp_path / "one", load())
+    assert type(head) is type(ours)
+    assert family == "mtp" or head.config == ours.config  # a whole checkpoint does not say how modules were trained
     save_head(head, tmp_path / "again")
-    loaded = load_head(tmp_path / "again", Target.load(saved_target))
-    export_head(tmp_path / "again", tmp_path / "two", to=to)
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
-    for path in files:
-        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
-    if not ours.adapts_target:
-        torch.testing.assert_close(first_draft(loaded, target)[0], first_draft(ours.eval(), target)[0])
-
-
-@pytest.mark.parametrize("to", [to for family, to in ALL_CASES if family == "mtp"])
-def test_modules_stitched_into_their_target_are_stitched_alike_again(tiny_model, tmp_path, to):
-    tiny_model("qwen2").save_pretrained(tmp_path / "target")
-    (tmp_path / "target" / "tokenizer.json").write_text("{}")
-    target = Target.load(tmp_path / "target")
-    options = {"layout": "mimo", "num_depths": 1}
-    save_head(build_head(head_class("mtp").config_class(**options), target), tmp_path / "head")
-    export_head(tmp_path / "head", tmp_path / "one", to=to)
-    save_head(import_head(tmp_path / "one", target), tmp_path / "again")
+    loaded = load_head(tmp_path / "again", load())
     export_head(tmp_path / "again", tmp_path / "two", to=to)
     for path in (path for path in (tmp_path / "one").rglob("*") if path.is_file()):
         assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), path
+    if not ours.adapts_target:
+        torch.testing.assert_close(first_draft(loaded, target)[0], first_draft(ours, target)[0])
 
 
 @pytest.mark.parametrize("config", [{**VLLM, "rope_theta": 7.0}, speculators()], ids=["rotation", "residual"])
@@ -309,16 +312,12 @@ def test_what_others_made_otherwise_is_saved_and_exported_so(published, target, 
         torch.testing.assert_close(first_draft(again, target)[0], first_draft(head, target)[0])
 
 
-@pytest.mark.parametrize(("family", "to"), {family: to for family, to in ALL_CASES}.items())  # one layout of each
-def test_an_exported_head_is_measured_as_the_head_is(tiny_model, tmp_path, family, to):
+@pytest.mark.parametrize(("family", "to"), {family: to for family, to in CASES}.items())  # one layout of each
+def test_an_exported_head_is_measured_as_the_head_is(target_for, tmp_path, family, to):
     """The same drafts, and so the same rounds, by the name that `headstart eval --head` takes."""
-    tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
-    (tmp_path / "target" / "tokenizer.json").write_text("{}")
-    target = Target.load(tmp_path / "target")
-    options = {"mtp": {"layout": "mimo", "num_depths": 1}, "eagle3": {"draft_vocab_size": 24}}.get(family, {})
-    config = head_class(family).config_class(**options)
-    head = build_head(config, target, draft_token_ids=IDS if config.draft_vocab_size else None, seed=2).eval()
-    save_head(perturb(head, 0.02, seed=1), tmp_path / "head")
+    target = target_for(family)()
+    head = perturbed(family, target, 0.02)
+    save_head(head, tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", to=to)
     prompts, accepted = [[1, 5, 9], [1, 30, 31]], []
     for folder in ("head", "out"):
@@ -363,7 +362,7 @@ def test_what_does_not_fit_is_refused(published, target, config, change, problem
     folder = published({**EAGLE3, **VLLM, **config}, eagle3_tensors() | change)
     with pytest.raises(BadInput, match=problem) as caught:
         import_head(folder, target)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
 
 
 def test_pickles_and_other_folders_are_refused(published, target, tmp_path, saved_target):

@@ -16,6 +16,7 @@ from headstart.heads.export.check import check_folder
 from headstart.heads.export.tensor_files import tensor_locations
 from headstart.heads.export.write import export_head
 from headstart.heads.importing.importers import import_head
+from headstart.heads.importing.mtp_checkpoint import stitch
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import build_head, save_head
 from headstart.heads.target import Target
@@ -27,6 +28,7 @@ from transformers import (
     Glm4MoeConfig,
     NemotronHConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -59,6 +61,7 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # config, layout, keys un
         "qwen3_next",
         {"mtp_num_hidden_layers": 1},
     ),
+    "mimo": (lambda: Qwen2Config(**SIZES), "mimo", {"num_nextn_predict_layers": 1}),
     "glm": (lambda: Glm4MoeConfig(**GLM), "deepseek_v3", {"num_nextn_predict_layers": 1}),
 }
 
@@ -78,11 +81,15 @@ def mlp(place: str, width: int) -> dict[str, tuple[int, ...]]:
 
 def published(kind: str, *, each: bool = True) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the module that engines load."""
-    place = "model.layers.4" if kind == "glm" else "mtp.layers.0"
-    queries = 32 if kind == "glm" else 64  # Qwen3.5's have a gate
+    place = {"glm": "model.layers.4", "mimo": "model.mtp_layers.0"}.get(kind, "mtp.layers.0")
+    queries = 32 if kind in ("glm", "mimo") else 64  # Qwen3.5's have a gate
     attention = {"q_proj": (queries, D), "k_proj": (16, D), "v_proj": (16, D), "o_proj": (D, 32)}
     shapes: dict[str, tuple[int, ...]] = {f"{place}.self_attn.{k}.weight": shape for k, shape in attention.items()}
     shapes |= {f"{place}.{name}_layernorm.weight": (D,) for name in ("input", "post_attention")}
+    if kind == "mimo":
+        shapes |= {f"{place}.{name}_layernorm.weight": (D,) for name in ("token", "hidden", "final")}
+        shapes |= {f"{place}.self_attn.{name}_proj.bias": attention[f"{name}_proj"][:1] for name in "qkv"}
+        return shapes | {f"{place}.input_proj.weight": (D, 2 * D)} | mlp(f"{place}.mlp", INNER)
     if kind == "glm":
         shapes |= {f"{place}.{name}.weight": (D,) for name in ("enorm", "hnorm", "shared_head.norm")}
         shapes |= {f"{place}.eh_proj.weight": (D, 2 * D), f"{place}.embed_tokens.weight": (V, D)}
@@ -141,7 +148,7 @@ def checkpoint(tmp_path):
         (folder / "model.safetensors").unlink()
         where = dict.fromkeys(main, "model-1.safetensors") | dict.fromkeys(module, "model-2.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-        change_config(folder, count)
+        change_config(folder, count | ({"architectures": ["MiMoForCausalLM"]} if kind == "mimo" else {}))
         return folder, module
 
     return make
@@ -163,12 +170,12 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-CASES = [("dense", {}), ("glm", {})]
+CASES = [("dense", {}), ("mimo", {}), ("glm", {})]
 CASES += [("moe wrapper", {"each": each, "target_each": False}) for each in (False, True)]
 CASES += [("moe", {"each": False})]
 
 
-@pytest.mark.fast_only(kind=["dense"])
+@pytest.mark.fast_only(kind=["dense", "mimo"])
 @pytest.mark.parametrize(("kind", "stored"), CASES)
 def test_modules_are_read_trained_and_put_back(checkpoint, make_batch, tmp_path, kind, stored):
     folder, module = checkpoint(kind, **stored)
@@ -196,6 +203,7 @@ def test_modules_are_read_trained_and_put_back(checkpoint, make_batch, tmp_path,
         assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
         assert check_folder(out).problems == []
     again = Target.load(tmp_path / "out False")
+    assert again.fingerprint == target.fingerprint
     for read in (build_head(head.config, again), import_head(tmp_path / "out False", again)):
         for ours, theirs in zip(head.parameters(), read.parameters(), strict=True):
             assert torch.equal(ours.bfloat16().float(), theirs)
@@ -245,6 +253,21 @@ def test_a_target_without_modules_gets_them_as_published(kind, tmp_path):
     found = whole.get("text_config", whole)
     assert {key: found[key] for key in found if "mtp" in key or "nextn" in key} == count
     assert check_folder(tmp_path / "out").problems == []
+
+
+def test_what_a_checkpoint_lacks_is_refused(checkpoint, tmp_path):
+    folder, module = checkpoint("mimo")
+    target = Target.load(folder)
+    many = build_head(MtpConfig(layout="mimo", independent=True, num_depths=2), target)
+    with pytest.raises(BadInput, match=r"no tensor model.mtp_layers.1"):
+        stitch(many.state_dict(), folder, tmp_path / "stitched")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["target"], "nothing half-written stays"
+    name = "model.mtp_layers.0.input_proj.weight"
+    narrow, quantised = module[name][:, :8].contiguous(), module[name].char()
+    for bad, message in ((narrow, r"expected \(32, 64\), found \(32, 8\)"), (quantised, "is quantised")):
+        save_file({**module, name: bad}, folder / "model-2.safetensors", {"format": "pt"})
+        with pytest.raises(BadInput, match=message):
+            build_head(MtpConfig(layout="mimo", init="checkpoint"), target)
 
 
 def test_engines_count_the_modules_under_the_models_own_key(checkpoint):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from headstart.heads.export.write import engines_of, export_head
 from headstart.heads.importing.importers import import_head
 from headstart.heads.registry import build_head, head_class, load_head, save_head
 from headstart.heads.target import Target
+from json_places import changed, places_in
 
 OTHERS: tuple[Any, ...] = ("sixteen", ["x"], {"x": 1}, 2.5)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,24 +45,6 @@ def exported(tiny_model, saved_target, tmp_path):
     return make
 
 
-def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all keys in a JSON object, and of the items of its lists of objects."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield (*path, key)
-        if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
-            yield from keys_of(inner, (*path, key))
-
-
-def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at a path."""
-    copy = json.loads(json.dumps(config))
-    part = copy
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
-    return copy
-
-
 @pytest.mark.parametrize(("family", "to"), LAYOUTS)
 @pytest.mark.slow
 def test_no_value_of_another_type_is_more_than_a_line(exported, family, to):
@@ -71,7 +53,7 @@ def test_no_value_of_another_type_is_more_than_a_line(exported, family, to):
     path, num_refused = folder / "config.json", 0
     path.write_text(json.dumps(config))
     import_head(folder, target)
-    for key in keys_of(config):
+    for key in places_in(config):
         for other in OTHERS:
             path.write_text(json.dumps(changed(config, key, other)))
             try:

@@ -14,3 +14,15 @@ def batches(target):
         mask = torch.arange(40).expand(4, -1) >= 3
         made.append(DraftBatch(ids, mask, target.forward(ids, feature_layers=(1, 2))))
     return made
+
+
+@pytest.fixture
+def signed(target):
+    """Real targets have a few channels of negative gain."""
+    gain = target.final_norm.weight
+    before = gain.detach().clone()
+    with torch.no_grad():
+        gain[::7] *= -1.5
+    yield
+    with torch.no_grad():
+        gain.copy_(before)

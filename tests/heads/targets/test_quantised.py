@@ -80,9 +80,8 @@ def test_what_cannot_be_read_is_refused_by_name(method, saved_target, tmp_path):
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     folder = stored(saved_target, tmp_path / "target", method, config)
-    with pytest.raises(BadInput, match=rf"target: stored quantised \({method}\): ") as caught:
+    with pytest.raises(BadInput, match=rf"target: stored quantised \({method}\): "):
         Target.load(folder, dtype=default_dtype(str(folder), "cpu"))
-    assert "\n" not in str(caught.value)
     if method == "wonderquant":  # without weights too
         with pytest.raises(BadInput, match=r"stored quantised \(wonderquant\): transformers cannot read that"):
             load_skeleton(TargetConfig(path=str(folder)))

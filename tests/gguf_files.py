@@ -105,8 +105,8 @@ def with_modules():
     return keys, tensors | {f"{place}.hnorm.weight": weights(D), f"{place}.shared_head_norm.weight": weights(D)}
 
 
-def write(path, keys, tensors):
-    """Writes them; integers as 32 bits, lists as arrays."""
+def write(path, keys, tensors, *, is_quantised=False):
+    """Writes them; integers as 32 bits, lists as arrays. is_quantised: matrices of whole blocks in 8 bits."""
     import gguf
 
     writer = gguf.GGUFWriter(path, keys.get("general.architecture", "none"))
@@ -118,7 +118,11 @@ def write(path, keys, tensors):
         if key != "general.architecture":
             (writer.add_array if isinstance(value, list) else kinds[type(value)])(key, value)
     for name, value in tensors.items():
-        writer.add_tensor(name, value)
+        if is_quantised and value.ndim == 2 and value.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
