@@ -23,7 +23,6 @@ from headstart.configs.owned import LOCK, MARKER
 from headstart.data_pipelines import dataset_card, parallel
 from headstart.data_pipelines.digests import Digests
 from headstart.data_pipelines.prepare import PrepareConfig, prepare, prepared_before
-from headstart.scripts import cli
 from headstart.scripts.data.prepare import prepare as command
 from typer import Typer
 from typer.testing import CliRunner
@@ -305,18 +304,6 @@ def test_the_command_shows_what_was_kept_and_dropped() -> None:
     assert again.output.startswith("nothing to do: out was prepared by this config")
     refused = CliRunner().invoke(app, shlex.split(line.replace("0.1", "0.2")))
     assert isinstance(refused.exception, BadInput)
-
-
-def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Path("bad.jsonl").write_text('{"text": "one"}\nno JSON\n')
-    line = "headstart data prepare data/prepare.yaml sources=[bad.jsonl] output=out"
-    monkeypatch.setattr(sys, "argv", shlex.split(line))
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert capfd.readouterr() == ("", "headstart: bad.jsonl:2: not JSON: Expecting value at column 1\n")
 
 
 def test_a_set_of_digests_knows_each_and_takes_little_memory() -> None:

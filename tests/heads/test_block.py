@@ -22,7 +22,7 @@ from headstart.heads.nn.mask_token import default_mask_token
 from headstart.heads.nn.sight import Sight, blocks_of
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head
-from perturbing import perturb
+from perturbing import losses_on, perturb
 
 OPTIONS = [
     {"sample_from_anchor": anchor, "markov_rank": rank, "num_depths": 3} for anchor in (True, False) for rank in (8, 0)
@@ -317,13 +317,7 @@ def test_confidence_learns_how_often_drafts_are_accepted(target, make_batch):
     head = built(target, num_depths=2, num_layers=1, markov_rank=8, confidence=True)
     batch, estimate = make_batch(target, head, num_rows=1), head.confidence_head
     assert estimate is not None
-    optimizer, losses = torch.optim.AdamW(estimate.parameters(), lr=3e-2), []
-    for _ in range(30):
-        out = head.loss(batch)
-        losses.append(out.loss.item())
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
+    losses = losses_on(head, batch, lr=3e-2, num_steps=30, parameters=estimate.parameters())
     assert losses[-1] < losses[0] - 0.1
 
 

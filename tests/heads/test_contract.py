@@ -17,7 +17,7 @@ from headstart.heads.base import DraftBatch, DraftHead, chain_starts
 from headstart.heads.drafter import Reading
 from headstart.heads.export.write import engines_of
 from headstart.heads.registry import HEADS, build_head, load_head, save_head
-from perturbing import perturb
+from perturbing import losses_on, perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 GOLDEN = json.loads(Path(__file__).with_name("golden_names.json").read_text())
@@ -201,15 +201,7 @@ def test_a_lossy_engine_is_caught(head_type, mutation, tiny_target, monkeypatch,
 @pytest.mark.fast_only(head_type=sorted(HEADS))
 def test_loss_falls(head_type, target, make_batch):
     head = fresh(head_type, target).train()
-    batch = make_batch(target, head)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=6e-3)
-    losses = []
-    for _ in range(10):
-        out = head.loss(batch)
-        losses.append(out.loss.item())
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
+    losses = losses_on(head, make_batch(target, head), lr=6e-3, num_steps=10)
     assert losses[-1] < 0.9 * losses[0], losses
 
 

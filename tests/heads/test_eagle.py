@@ -8,18 +8,10 @@ from headstart.configs.loader import build, read_config, shipped
 from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree, draft_static
-from headstart.heads.eagle import EagleConfig, EagleHead
-from headstart.heads.registry import build_head
-from perturbing import perturb
+from headstart.heads.eagle import EagleConfig
+from perturbing import perturbed
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
-
-
-def perturbed(target, **changes) -> EagleHead:
-    """A head whose every weight is away from its start."""
-    head = build_head(EagleConfig(**changes), target, seed=2)
-    assert isinstance(head, EagleHead)
-    return perturb(head, 0.1, seed=4).train()
 
 
 # The papers, in loops
@@ -74,11 +66,11 @@ CASES = {
 @pytest.mark.parametrize("loss", ["features and tokens", "tokens"])
 def test_features_loss_and_gradients_are_the_papers(changes, loss, target, make_batch):
     if loss == "tokens":
-        head = perturbed(target, loss={"soft_ce": 1.0}, **changes)
+        head = perturbed("eagle", target, loss={"soft_ce": 1.0}, **changes)
         batch = make_batch(target, head, num_rows=2, length=10)
         wanted = naive_loss(head, batch, feature_weight=0.0, token_weight=1.0)
     else:  # the default, EAGLE's
-        head = perturbed(target, **changes)
+        head = perturbed("eagle", target, **changes)
         batch = make_batch(target, head, num_rows=2, length=10)
         wanted = naive_loss(head, batch, feature_weight=1.0, token_weight=0.1)
     ours = head.loss(batch).loss
@@ -90,7 +82,7 @@ def test_features_loss_and_gradients_are_the_papers(changes, loss, target, make_
 
 
 def test_noise_is_on_the_targets_features_in_training_only(target, make_batch, monkeypatch):
-    quiet, noisy = perturbed(target, num_depths=3), perturbed(target, num_depths=3, noise=0.2)
+    quiet, noisy = perturbed("eagle", target, num_depths=3), perturbed("eagle", target, num_depths=3, noise=0.2)
     batch = make_batch(target, quiet)
     starts = chain_starts(batch.loss_mask, 3)
     torch.manual_seed(1)
@@ -112,7 +104,7 @@ def test_noise_is_on_the_targets_features_in_training_only(target, make_batch, m
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_tree_scores_what_training_scores_along_each_path(num_layers, target):
-    head = perturbed(target, num_layers=num_layers).eval()
+    head = perturbed("eagle", target, num_layers=num_layers).eval()
     prefix = torch.tensor([[1, 9, 14, 33, 20, 7, 7, 51]])  # x_0 .. x_{t+1}
     state = head.begin(batch_size=1, max_length=64)
     output, num_read = target.forward(prefix[:, :-1]), torch.tensor([prefix.shape[1] - 1])

@@ -10,13 +10,12 @@ from headstart.configs.errors import BadInput
 from headstart.heads.base import DraftBatch
 from headstart.heads.drafter import Reading
 from headstart.heads.hydra import HydraConfig
-from headstart.heads.registry import build_head
-from perturbing import perturb
+from perturbing import perturbed
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
 KINDS = {
     "hydra": {},
-    "cut": {"draft_token_ids": CUT},
+    "cut": {"ids": CUT},
     "shared": {"num_blocks": 2, "output": "shared"},
     "hydra++": {"num_blocks": 4, "prefix_attention": True},
 }
@@ -26,17 +25,6 @@ KINDS = {
 def kind(request):
     """The options of a kind of Hydra head."""
     return KINDS[request.param]
-
-
-def fresh(target, *, draft_token_ids=None, **changes):
-    """An untrained head."""
-    config = HydraConfig(draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids), **changes)
-    return build_head(config, target, draft_token_ids=draft_token_ids, seed=2).eval()
-
-
-def perturbed(target, **changes):
-    """A head whose every weight is away from its start."""
-    return perturb(fresh(target, **changes), 0.1, seed=4)
 
 
 # the formulas
@@ -67,7 +55,7 @@ def naive_logits(head, batch, row, t):
     ],
 )
 def test_loss_logits_and_gradients_are_the_papers(name, loss, target, make_batch):
-    head = perturbed(target, **KINDS[name], loss={loss: 1.0}, num_depths=3).train()
+    head = perturbed("hydra", target, **KINDS[name], loss={loss: 1.0}, num_depths=3).train()
     batch = make_batch(target, head, num_rows=2, length=10)
     drafted = partial(naive_logits, head, batch)
     check_formulas(head, batch, drafted, is_hard=loss == "hard_ce", rtol=1e-5)
@@ -75,18 +63,18 @@ def test_loss_logits_and_gradients_are_the_papers(name, loss, target, make_batch
 
 def test_an_untrained_head_is_the_targets_output_layer(kind, family, tiny_target):
     target = tiny_target(family)
-    head = fresh(target, **kind)
+    head = perturbed("hydra", target, scale=0.0, **kind).eval()
     rows = torch.arange(3, 40)[None]
     states = target.forward(rows)
     starts, logits = head.teacher_forced_logits(DraftBatch(rows, torch.ones_like(rows).bool(), states))
-    wanted = starts.take(target.logits(states.post_norm))[..., kind.get("draft_token_ids", slice(None))]
+    wanted = starts.take(target.logits(states.post_norm))[..., kind.get("ids", slice(None))]
     for k in range(head.num_depths):
         torch.testing.assert_close(logits[:, :, k], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_states_read_in_pieces_are_the_whole_prefix(kind, target):
     """Ragged rows, read in two forwards with rejected tokens behind the first: as if read at once."""
-    head, rows = perturbed(target, **kind), torch.arange(3, 27).reshape(2, 12)
+    head, rows = perturbed("hydra", target, **kind), torch.arange(3, 27).reshape(2, 12)
     output, lengths, pieces = target.forward(rows), torch.tensor([9, 6]), torch.tensor([5, 2])
 
     def scored(*readings):

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import perturbing
 import pytest
 import torch
 from formulas import check_formulas, llama_layer, rms
@@ -18,18 +19,14 @@ from headstart.heads.mtp import MtpConfig
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
-from perturbing import perturb
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 CHANGES = [{"independent": False}, {"independent": True}]
 
 
-def perturbed(target, *, ids=None, **changes) -> Any:
-    """A head whose every weight is away from its start."""
-    size = None if ids is None else len(ids)
-    config = MtpConfig(**{"num_depths": 4, "draft_vocab_size": size, **changes})
-    return perturb(build_head(config, target, draft_token_ids=ids, seed=2), 0.2, seed=4).eval()
+def perturbed(target, **changes) -> Any:
+    return perturbing.perturbed("mtp", target, scale=0.2, **{"num_depths": 4, **changes}).eval()
 
 
 def drafting(head, prefix):

@@ -11,17 +11,9 @@ from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
-from perturbing import perturb
+from perturbing import perturbed
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
-
-
-def perturbed(head_type, target, *, ids=None, **changes):
-    """A head whose every weight is away from its start."""
-    size = None if ids is None else len(ids)
-    config = HEADS[head_type].config_class(type=head_type, draft_vocab_size=size, **changes)
-    head = build_head(config, target, draft_token_ids=ids, seed=2)
-    return perturb(head, 0.2, seed=4).train()
 
 
 def naive_medusa(head, batch, row, t):
@@ -35,13 +27,13 @@ def naive_medusa(head, batch, row, t):
 
 @pytest.mark.parametrize("name", ["hard_ce", "soft_ce"])
 def test_loss_logits_and_gradients_of_medusa_are_the_papers(name, target, make_batch):
-    head = perturbed("medusa", target, loss={name: 1.0}, num_depths=3)
+    head = perturbed("medusa", target, scale=0.2, loss={name: 1.0}, num_depths=3)
     batch = make_batch(target, head, num_rows=2, length=10)
     check_formulas(head, batch, partial(naive_medusa, head, batch), is_hard=name == "hard_ce")
 
 
 def test_counts_and_hits_are_of_the_supervised_chains(head_type, target, make_batch):
-    head = perturbed(head_type, target, num_depths=3)
+    head = perturbed(head_type, target, scale=0.2, num_depths=3)
     batch = make_batch(target, head)
     out = head.loss(batch)
     starts, logits = head.teacher_forced_logits(batch)
@@ -59,7 +51,7 @@ def test_counts_and_hits_are_of_the_supervised_chains(head_type, target, make_ba
 
 def test_halves_with_shared_denominators_add_up_to_the_whole(head_type, target, make_batch):
     """What makes the gradient independent of accumulation and of the number of ranks."""
-    head = perturbed(head_type, target)
+    head = perturbed(head_type, target, scale=0.2)
     batch = make_batch(target, head, num_rows=5)
     counts = chain_starts(batch.loss_mask, head.num_depths).counts()
     whole = torch.autograd.grad(head.loss(batch).loss, list(head.parameters()))

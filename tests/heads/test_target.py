@@ -71,14 +71,6 @@ def test_chosen_layers_come_in_the_order_asked_for(target):
     assert target.forward(ids).features.shape == (*ids.shape, 0, target.hidden_size)
 
 
-def test_one_position_per_row_is_picked(target):
-    ids = random_ids(target)
-    every = target.forward(ids, feature_layers=(1,))
-    one = every.at(torch.tensor([4, 19]))
-    assert torch.equal(one.post_norm[:, 0], torch.stack([every.post_norm[0, 4], every.post_norm[1, 19]]))
-    assert torch.equal(one.features[:, 0], torch.stack([every.features[0, 4], every.features[1, 19]]))
-
-
 @pytest.mark.parametrize("index", [4, 7, -1])
 def test_an_index_beyond_the_layer_inputs_is_refused(index, target):
     """Hugging Face and vLLM mean different states by index num_layers."""

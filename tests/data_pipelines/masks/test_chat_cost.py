@@ -10,8 +10,6 @@ from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks import assistant_masks, rendering
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.sources import Row
-from headstart.heads.chat import prompts
-from jinja2.exceptions import TemplateError
 
 CONFIG = DataConfig(train="train.jsonl", max_length=10_000_000, think_markers=["<think>", "</think>"])
 WORDS = ["ok.", "\n", "\n\n", " ", "hi", "0", "Z", "é", "</s", "assistant\n", "1. ", "the"]
@@ -115,7 +113,3 @@ def test_text_that_has_the_marks_itself_is_read_turn_by_turn(chat_tokenizer: Cal
     messages = [{"role": "user", "content": mark}, {"role": "assistant", "content": f"o{mark}k"}]
     [sample] = encode_row(Row({"messages": messages}, "a:1"), tokenizer, CONFIG)
     assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == f"o{mark}k<|im_end|>"
-
-
-def test_render_errors_are_those_of_templates() -> None:
-    assert TemplateError in prompts.RENDER_ERRORS

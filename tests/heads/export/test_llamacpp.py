@@ -103,24 +103,6 @@ def test_a_block_drafter_is_converted_with_its_target_and_served_as_what_it_is(t
     assert "--target-model-dir" in convert, "tokenizer and tables are the target's"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"block_size": 4}, "dflash.block_size: 3, but config.json has block_size 4"),
-        ({"target_layer_ids": [1, 2, 3]}, r"target_layers: .1, 2, 3., but config.json has target_layer_ids .1, 2, 3."),
-        ({"sample_from_anchor": False}, "sample_from_anchor: True, but config.json has sample_from_anchor False"),
-        ({"mask_token_id": 5}, "mask_token_id: 0, but config.json has mask_token_id 5"),
-    ],
-)
-def test_a_block_drafter_and_the_file_made_of_it_must_agree(trained, checkout, tmp_path, changes, problem):
-    run, out = trained("block", num_depths=3, **DSPARK), tmp_path / "out"
-    export_head(run, out, to="llama.cpp", conversion=Conversion(checkout()))
-    config = json.loads((out / "config.json").read_text()) | changes
-    (out / "config.json").write_text(json.dumps(config))
-    assert any(re.search(problem, line) for line in check_export(out).problems), check_export(out).problems
-
-
 def test_a_draft_model_of_a_target_in_gguf_is_served_beside_that_file(trained, tmp_path, saved_target, monkeypatch):
     run = trained("draft_lm", num_depths=4)
     monkeypatch.setattr("headstart.heads.export.llamacpp.gguf_folder", lambda path: saved_target)
@@ -358,22 +340,36 @@ def test_files_that_are_cut_off_or_no_gguf_are_named(tmp_path):
         check_export(tmp_path / "nowhere.gguf")
 
 
+EAGLE3, BLOCK = ("eagle3", {"draft_vocab_size": 24}), ("block", {"num_depths": 3, **DSPARK})
+LAYERS = "target_layers: .1, 2, 3., but config.json has"
 FOLDERS = {
-    "another layer": ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "target_layers: .1, 2, 3., but config.json has"),
-    "another norm": ({"norm_before_residual": True}, "norm_before_residual: False, but config.json has"),
-    "fc_norm": ({"fc_norm": True}, "fc_norm: it has no such norm"),
-    "another size": ({"draft_vocab_size": 20}, "24 draft tokens, but draft_vocab_size 20"),
-    "no draft size": ({"draft_vocab_size": ...}, "the converter takes the folder for a whole Llama"),
-    "a bias": ({"attention_bias": True}, "attention_bias: expected False"),
-    "another rotation": ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling: of type dynamic, expected one of"),
+    "another layer": (*EAGLE3, {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, LAYERS),
+    "another norm": (*EAGLE3, {"norm_before_residual": True}, "norm_before_residual: False, but config.json has"),
+    "fc_norm": (*EAGLE3, {"fc_norm": True}, "fc_norm: it has no such norm"),
+    "another size": (*EAGLE3, {"draft_vocab_size": 20}, "24 draft tokens, but draft_vocab_size 20"),
+    "no draft size": (*EAGLE3, {"draft_vocab_size": ...}, "the converter takes the folder for a whole Llama"),
+    "a bias": (*EAGLE3, {"attention_bias": True}, "attention_bias: expected False"),
+    "another rotation": (
+        *EAGLE3,
+        {"rope_scaling": {"rope_type": "dynamic"}},
+        "rope_scaling: of type dynamic, expected",
+    ),
+    "a slot more": (*BLOCK, {"block_size": 4}, "dflash.block_size: 3, but config.json has block_size 4"),
+    "inputs of layers": (*BLOCK, {"target_layer_ids": [1, 2, 3]}, f"{LAYERS} target_layer_ids .1, 2, 3."),
+    "the other slot": (
+        *BLOCK,
+        {"sample_from_anchor": False},
+        "sample_from_anchor: True, but config.json has sample_from",
+    ),
+    "another mask": (*BLOCK, {"mask_token_id": 5}, "mask_token_id: 0, but config.json has mask_token_id 5"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_folder_and_the_file_made_of_it_must_agree(trained, checkout, tmp_path, case):
-    changes, problem = FOLDERS[case]
-    run, out = trained("eagle3", draft_vocab_size=24), tmp_path / "out"
+    family, options, changes, problem = FOLDERS[case]
+    run, out = trained(family, **options), tmp_path / "out"
     export_head(run, out, to="llama.cpp", conversion=Conversion(checkout()))
     config = json.loads((out / "config.json").read_text()) | changes
     (out / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))

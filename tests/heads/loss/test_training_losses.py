@@ -1,6 +1,7 @@
 """What training counts: every loss and every head, by depth, by weights of tokens, and on aligned chains only."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,22 +10,17 @@ from headstart.configs.loader import build, read_config, shipped
 from headstart.heads.base import DraftBatch
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.loss import functions as losses
-from headstart.heads.loss.chains import ChainStarts, chain_starts, mean_of
+from headstart.heads.loss.chains import ChainStarts, chain_starts
 from headstart.heads.loss.functions import LOSSES, depth_weights_of
-from headstart.heads.registry import HEADS, build_head, head_class, load_head, save_head
-from perturbing import perturb
+from headstart.heads.registry import HEADS, head_class, load_head, save_head
+from perturbing import losses_on, perturbed
 
 
 def source(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def trained_looking(head_type, target, *, ids=None, **changes):
-    config = HEADS[head_type].config_class(
-        type=head_type, draft_vocab_size=None if ids is None else len(ids), **changes
-    )
-    head = build_head(config, target, draft_token_ids=ids, seed=2)
-    return perturb(head, 0.2, seed=4).train()
+trained_looking = partial(perturbed, scale=0.2)
 
 
 @pytest.mark.parametrize("loss", [None, {"lk_lambda": 1.0, "topk_ce": 0.5, "feature": 0.1}])
@@ -67,14 +63,7 @@ def test_every_loss_trains_every_head(name, head_type, target, make_batch):
     """Ten steps on one batch lower it; `feature` alone leaves out an output layer of the head's own."""
     head = trained_looking(head_type, target, num_depths=2, loss={name: 1.0})
     batch = make_batch(target, head)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    values = []
-    for _ in range(10):
-        out = head.loss(batch)
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
-        values.append(out.loss.item())
+    values = losses_on(head, batch, lr=3e-3, num_steps=10)
     assert values[-1] < values[0] - 1e-3
     if name != "feature":
         assert all(parameter.grad is not None for parameter in head.parameters())
@@ -156,11 +145,6 @@ def test_tokens_of_weight_zero_are_as_good_as_absent(head_type, target, make_bat
     nothing = head.loss(DraftBatch(batch.input_ids, batch.loss_mask, batch.output, torch.zeros(last.shape)))
     nothing.loss.backward()
     assert nothing.loss == 0 and all(p.grad is not None and p.grad.abs().sum() == 0 for p in head.parameters())
-
-
-def test_a_mean_over_nothing_is_zero():
-    got = mean_of(torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.0, 2.0, 0.25]))
-    assert got.tolist() == [0, 1.5, 4]
 
 
 # D-PACE

@@ -107,12 +107,6 @@ def test_what_a_mask_lets_through_is_noticed(target):
     assert second and not any(torch.allclose(kept_apart[key], mixed[key], atol=1e-3) for key in second)
 
 
-def test_positions_and_ids_start_anew_in_each_text():
-    documents = Documents.of([[2, 3], [4]], num_positions=6)
-    assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]]
-    assert documents.ids.tolist() == [[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]]
-
-
 def test_a_target_that_cannot_keep_texts_apart_is_refused(target, monkeypatch):
     monkeypatch.setattr(target.config, "layer_types", ["linear_attention"] * 4, raising=False)
     with pytest.raises(BadInput, match="linear_attention reads a row as one text: use data.layout padded"):
