@@ -6,6 +6,7 @@ Of families that compute in several ways, variants.json lists the options, each 
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,42 @@ def test_draft_equals_teacher_forced(head_type, target):
     assert starts.positions[0, 0] == num_read - 1, "the first chain starts at the last prompt position"
     assert starts.valid[0, 0].all()
     torch.testing.assert_close(logits[0, 0], torch.cat(drafted.logits), rtol=1e-4, atol=1e-4)
+
+
+# those with layers of the target's kind also behind sliding windows
+TREES = [(case, "llama") for case in CASES]
+OF_ITS_KIND = [case for case in CASES if case.split()[0] in ("draft_lm", "mtp")]
+TREES += [(case, family) for case in OF_ITS_KIND for family in ("mistral", "gemma3")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("head_type", "family"), TREES)
+def test_a_trees_nodes_score_what_training_scores_along_their_paths(head_type, family, tiny_target):
+    """Two rows of different lengths, each with a tree of its own: parents cross, repeat and are left out."""
+    target = tiny_target(family)
+    head = fresh(head_type, target, trained_looking=True)
+    texts, num_depths = [[1, 9, 14, 33, 20, 7, 51, 8], [1, 33]], head.max_draft_tokens or 4
+    tokens = torch.tensor([text + [0] * (8 - len(text)) for text in texts])
+    state = head.begin(batch_size=2, max_length=64)
+    output = target.forward(tokens, feature_layers=head.feature_layers)
+    head.commit(state, Reading(tokens, tokens.roll(-1, 1), output, torch.tensor([0, 0]), torch.tensor([7, 1])))
+    head.first_logits(state)
+    levels = [  # tokens and parents [2, F] per depth
+        ([[5, 6, 7], [8, 9, 10]], [[0, 0, 0], [0, 0, 0]]),
+        ([[11, 12, 13, 14], [15, 16, 17, 18]], [[2, 0, 0, 1], [1, 1, 0, 2]]),
+        ([[19, 20], [21, 22]], [[3, 0], [2, 2]]),
+    ]
+    paths: list[list[list[int]]] = [[[]], [[]]]
+    for depth, (ids, parents) in enumerate(levels[: num_depths - 1], 1):
+        logits = head.expand(state, torch.tensor(ids), torch.tensor(parents), depth=depth)  # [2, F, Vd]
+        paths = [[[*paths[r][p], x] for x, p in zip(ids[r], parents[r], strict=True)] for r in (0, 1)]
+        for r, node in product((0, 1), range(len(ids[0]))):
+            row = torch.tensor([[*texts[r], *paths[r][node], 3, 4]])
+            mask = torch.arange(row.shape[1])[None] >= len(texts[r]) - 1
+            batch = DraftBatch(row, mask, target.forward(row, feature_layers=head.feature_layers))
+            starts, taught = head.teacher_forced_logits(batch, num_depths=num_depths)
+            assert starts.positions[0, 0] == len(texts[r]) - 2
+            torch.testing.assert_close(logits[r, node], taught[0, 0, depth], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.fast_only(head_type=sorted(HEADS))

@@ -15,7 +15,6 @@ from headstart.heads import draft_lm
 from headstart.heads.adapters import merged_state
 from headstart.heads.base import DraftBatch
 from headstart.heads.draft_lm import DraftLMConfig
-from headstart.heads.drafter import Reading
 from headstart.heads.registry import build_head, load_head, save_head
 from headstart.heads.target import Target
 from perturbing import perturb
@@ -187,28 +186,6 @@ def test_as_a_head_and_as_a_draft_model_it_drafts_the_same(source, saved_target,
         rounds.append([one.num_accepted for one in done.rounds])
         drafts.append(proposed)
     assert rounds[0] == rounds[1] and drafts[0] == drafts[1] and len(drafts[0]) > 3
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_a_node_of_a_tree_is_scored_as_if_its_path_were_the_text(family, tiny_target):
-    """Also with sliding windows, behind rows of different lengths."""
-    target = tiny_target(family)
-    head = perturb(build(DraftLMConfig(), target), 0.1, seed=4).eval()
-    texts = [[1, 5, 9, 33, 20, 7, 7, 51, 4, 4, 60, 12], [1, 30, 31, 32, 33]]
-    width = max(map(len, texts)) - 1
-    rows = torch.tensor([text + [0] * (width + 1 - len(text)) for text in texts])
-    num_valid = torch.tensor([len(text) - 1 for text in texts])
-    state = head.begin(batch_size=2, max_length=64)
-    output = target.forward(rows[:, :-1])
-    head.commit(state, Reading(rows[:, :-1], rows[:, 1:], output, torch.zeros_like(num_valid), num_valid))
-    first = head.first_logits(state)
-    seconds = head.expand(state, torch.tensor([[8, 9, 10]] * 2), torch.zeros(2, 3, dtype=torch.long), depth=1)
-    thirds = head.expand(state, torch.tensor([[20, 21]] * 2), torch.tensor([[2, 0]] * 2), depth=2)
-    for i, text in enumerate(texts):
-        paths = [(first[i], [])] + [(seconds[i, j], [8 + j]) for j in range(3)]
-        for logits, path in [*paths, (thirds[i, 0], [10, 20]), (thirds[i, 1], [8, 21])]:
-            alone = head.reader.model(torch.tensor([text + path])).logits[0, -1]
-            torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_the_target_itself_as_draft_model_is_accepted_whole(saved_target):

@@ -1,18 +1,13 @@
-"""EAGLE-1 and HASS are the papers': the forward, the losses and gradients restated in plain loops; noise; trees."""
+"""EAGLE-1 and HASS are the papers': the forward, the losses and gradients restated in plain loops; noise."""
 
 import pytest
 import torch
 from formulas import check_gradients, llama_layer, supervised
 from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
-from headstart.heads.base import DraftBatch, chain_starts
-from headstart.heads.drafter import Reading
-from headstart.heads.drafting import StaticTree, draft_static
+from headstart.heads.base import chain_starts
 from headstart.heads.eagle import EagleConfig
 from perturbing import perturbed
-
-STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
-
 
 # The papers, in loops
 
@@ -97,28 +92,6 @@ def test_noise_is_on_the_targets_features_in_training_only(target, make_batch, m
     batch.output.post_norm = batch.output.post_norm + 0.05
     for ours, wanted in zip(got, quiet.unroll(batch, starts), strict=True):
         torch.testing.assert_close(ours, wanted)
-
-
-# Drafting
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_tree_scores_what_training_scores_along_each_path(num_layers, target):
-    head = perturbed("eagle", target, num_layers=num_layers).eval()
-    prefix = torch.tensor([[1, 9, 14, 33, 20, 7, 7, 51]])  # x_0 .. x_{t+1}
-    state = head.begin(batch_size=1, max_length=64)
-    output, num_read = target.forward(prefix[:, :-1]), torch.tensor([prefix.shape[1] - 1])
-    head.commit(state, Reading(prefix[:, :-1], prefix[:, 1:], output, torch.tensor([0]), num_read))
-    tree = draft_static(head, state, STATIC)
-    for path in STATIC.paths:
-        nodes = [STATIC.paths.index(path[:n]) for n in range(1, len(path) + 1)]
-        drafted = tree.tokens[0, nodes]
-        row = torch.cat([prefix, drafted[None], torch.tensor([[3, 4]])], 1)
-        mask = torch.arange(row.shape[1])[None] >= num_read
-        starts, logits = head.teacher_forced_logits(DraftBatch(row, mask, target.forward(row)))
-        assert starts.positions[0, 0] == num_read - 1
-        for depth, rank in enumerate(path):
-            assert drafted[depth] == logits[0, 0, depth].topk(rank + 1).indices[-1], (path, depth)
 
 
 # The config

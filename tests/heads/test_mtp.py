@@ -157,22 +157,6 @@ def test_it_trains_and_drafts_in_bfloat16(changes, tiny_model, make_batch, tmp_p
         assert len(generate(target, loaded, PROMPTS, max_new_tokens=8, eos_token_ids=[], tree=tree).token_ids[0]) == 8
 
 
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("prefix", [[1, 9], [1, 9, 14, 33, 20, 7, 7, 51, 18]])
-def test_a_trees_paths_are_chains(changes, family, prefix, tiny_target):
-    head = perturbed(tiny_target(family), **changes)
-    state = drafting(head, prefix)
-    levels = [([11, 12], [0, 0]), ([21, 22, 23], [1, 0, 1]), ([31, 32], [2, 0])]  # tokens and rows of their parents
-    paths, logits = [[]], torch.empty(0)
-    for depth, (tokens, parents) in enumerate(levels, 1):
-        logits = head.expand(state, torch.tensor([tokens]), torch.tensor([parents]), depth=depth)
-        paths = [[*paths[up], token] for token, up in zip(tokens, parents, strict=True)]
-    assert paths == [[12, 23, 31], [12, 21, 32]]
-    for i, path in enumerate(paths):
-        torch.testing.assert_close(logits[0, i], teacher_forced(head, prefix, path)[3], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("chunk", [3, 2048])
 @pytest.mark.parametrize("changes", CHANGES)
 def test_the_first_round_drafts_what_training_scored(changes, chunk, target, monkeypatch):
