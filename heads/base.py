@@ -27,6 +27,8 @@ from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
 from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
+from .nn.documents import Documents
+from .nn.target_output import TargetOutput
 from .start.closed_form import evenly_spread, first_rows, losses_by_factor, num_fitted, quieter
 from .target import Target
 
@@ -202,6 +204,10 @@ class DraftHead(nn.Module, Drafter, Expands):
     def chain_starts(self, loss_mask: Tensor, *, num_depths: int | None = None) -> ChainStarts:
         """The chains that decoding could run on rows with loss_mask [B, T]."""
         return chain_starts(loss_mask, num_depths or self.num_depths)
+
+    def read_target(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
+        """What this head reads of the target on whole rows [B, T]."""
+        return self.target.read_texts(input_ids, feature_layers=self.feature_layers, documents=documents)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         """The chains that a step trains on: all, unless the family samples some with torch's global generator.

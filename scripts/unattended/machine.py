@@ -291,7 +291,7 @@ def forward_backward(target: Target, head: DraftHead, rows: torch.Tensor) -> flo
     mask[:, : min(8, rows.shape[1] // 2)] = False
     head.train()
     started = time.perf_counter()
-    batch = DraftBatch(rows, mask, target.read_texts(rows, feature_layers=head.feature_layers))
+    batch = DraftBatch(rows, mask, head.read_target(rows))
     synchronize(target.device)
     seconds = time.perf_counter() - started
     in_bf16 = target.dtype == torch.bfloat16 and (target.device.type != "cpu" or multiplies_bf16())

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -112,7 +112,7 @@ class RowReader:
     def forward(self, rows: Sequence[Sampled]) -> ReadBatch:
         """One forward of the target, with the features that the head reads."""
         laid = collate([[StoredSample(sample)] for *_, sample in rows]).to(self.target.device)
-        return rows, laid.filled(partial(self.target.read_texts, feature_layers=self.head.feature_layers))
+        return rows, laid.filled(self.head.read_target)
 
     @torch.no_grad()
     def drafted(self, forwards: Iterable[ReadBatch]) -> list[RowReading]:
