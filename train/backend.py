@@ -56,7 +56,9 @@ class Backend:
         self.is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.is_zero3 = self.is_zero and cast(Any, accelerator.state).deepspeed_plugin.zero_stage == 3
         self.is_zero2 = self.is_zero and not self.is_zero3
-        self._check()
+        if head.adapts_target and (self.is_zero3 or self.is_fsdp):
+            name = actual_launch(accelerator).backend
+            raise BadInput(f"{name} would shard the adapters that the target runs through: launch this head with ddp")
         step = Step(head, dtype=product_dtype(config))
         self.plain = without_weights(head) if self.is_zero3 or self.is_fsdp else head
         if self.is_zero3:
@@ -68,11 +70,6 @@ class Backend:
         self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
         if self.is_zero3:
             gather_as_one(step, self.optimizer.optimizer.parameter_offload)
-
-    def _check(self) -> None:
-        name = actual_launch(self.accelerator).backend
-        if self.head.adapts_target and (self.is_zero3 or self.is_fsdp):
-            raise BadInput(f"{name} would shard the adapters that the target runs through: launch this head with ddp")
 
     def loss(self, batch: DraftBatch, denominators: Tensor) -> LossOutput:
         """The head's loss, for `backward`."""
@@ -168,25 +165,25 @@ class Backend:
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `optimizer_state`, which may come from another backend."""
         optimizer, parameters = self._torch_optimizer, dict(self.head.named_parameters())
-        # a fused optimizer counts its steps on the device
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if self.is_zero and state:
-            self._make_room(state, is_fused=is_fused)
+            self._make_room(state)
         for entry, value in state.items():
             name, _, key = entry.rpartition("|")
             parameter = parameters[name]
-            value = value.to(parameter.device) if is_fused or value.ndim else value
+            value = value.to(parameter.device)  # also the number of steps, which a fused optimizer counts there
             if not self.is_zero:
                 optimizer.state[parameter][key] = sharded_like(parameter, value) if self.is_fsdp else value
             elif value.ndim:
                 self._fill(parameter, key, value)
 
-    def _make_room(self, state: Mapping[str, Tensor], *, is_fused: bool) -> None:
+    def _make_room(self, state: Mapping[str, Tensor]) -> None:
         """Allocate the state of ZeRO's flat partitions as its first step would: zeros, at the step count of `state`."""
         zero, keys = self.optimizer.optimizer, {entry.rpartition("|")[2]: value for entry, value in state.items()}
         for flat in zero.single_partition_of_fp32_groups if self.is_zero2 else zero.fp32_partitioned_groups_flat:
-            room = {key: torch.zeros_like(flat) if value.ndim else value.clone() for key, value in keys.items()}
-            self._torch_optimizer.state[flat] = {k: v.to(flat.device) if is_fused else v for k, v in room.items()}
+            self._torch_optimizer.state[flat] = {
+                key: torch.zeros_like(flat) if value.ndim else value.to(flat.device, copy=True)
+                for key, value in keys.items()
+            }
         if self.is_zero2:
             self._link_state()
 

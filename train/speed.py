@@ -37,7 +37,7 @@ class Speed:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         """Measures the device's rate, once in a process: milliseconds on a GPU, a quarter of a second on a CPU core."""
         self.device = device
-        self.rate = measured_rate(device, dtype)
+        self.rate = rate_of_process(device, dtype)
         self.per_position: float | None = None
 
     @contextmanager
@@ -107,12 +107,6 @@ def attention_operations(query: Tensor, key: Tensor, value: Tensor) -> tuple[int
     return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
 
 
-@cache
-def measured_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """`matmul_rate`, asked once in a process."""
-    return matmul_rate(device, dtype)
-
-
 def matmul_rate(device: torch.device, dtype: torch.dtype, *, trials: int = TRIALS) -> float:
     """Floating point operations per second of the fastest of a few large matrix products."""
     side = SIDE[device.type]
@@ -125,6 +119,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, *, trials: int = TRIAL
         synchronize(device)
         fastest = min(fastest, time.perf_counter() - started)
     return 2 * side**3 / fastest
+
+
+rate_of_process = cache(matmul_rate)  # measured once
 
 
 def synchronize(device: torch.device) -> None:
