@@ -17,6 +17,7 @@ from torch import Tensor
 from ..configs.errors import BadInput, first_line
 from ..configs.files import remove, replacing_folder, write_json
 from ..heads.base import DraftHead
+from .trend import Trend
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Progress:
     step: int  # optimizer steps done
     num_processes: int  # that trained it
     best: Best
+    trend: Trend
 
 
 def save_checkpoint(
@@ -52,21 +54,19 @@ def save_checkpoint(
     *,
     progress: Progress,
     keep: int,
-    since: int = 0,
-) -> Path:
-    """Write FOLDER/step_N and remove all checkpoints but the newest `keep`.
+) -> None:
+    """Write FOLDER/step_N and remove all checkpoints but the newest `keep`, and those from before the loss diverged.
 
-    Args: weights: `head_tensors`. optimizer_state: by `NAME|KEY`. since: do not remove checkpoints of earlier steps.
-    Returns: the checkpoint's folder.
+    Args: weights: `head_tensors`. optimizer_state: by `NAME|KEY`.
     """
     path = folder / f"step_{progress.step:08d}"
     with replacing_folder(path) as temporary:
         save_file(dict(weights), temporary / "head.safetensors")
         save_file(dict(optimizer_state), temporary / "optimizer.safetensors")
         write_json(temporary / "trainer.json", asdict(progress), indent=None)
-    for old in [path for path in checkpoints(folder) if path.name >= f"step_{since:08d}"][:-keep]:
+    first = f"step_{progress.trend.diverges_since:08d}"
+    for old in [path for path in checkpoints(folder) if path.name >= first][:-keep]:
         remove(old)
-    return path
 
 
 def head_tensors(head: DraftHead) -> dict[str, Tensor]:
@@ -84,7 +84,8 @@ def read_progress(folder: Path) -> Progress:
     """Raises BadInput on a damaged checkpoint."""
     try:
         raw = json.loads((folder / "trainer.json").read_text())
-        return Progress(int(raw["step"]), int(raw["num_processes"]), Best(**raw.get("best", {})))
+        best, trend = Best(**raw.get("best", {})), Trend(**raw.get("trend", {}))
+        return Progress(int(raw["step"]), int(raw["num_processes"]), best, trend)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"checkpoint {folder}: {first_line(error)}") from error
 

@@ -1,26 +1,19 @@
 """The data of a run: its rows, encoded once into the run folder, or extracted features; and batches of them."""
 
 import json
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from torch import Tensor
 
 from ..configs.errors import BadInput, printable
 from ..configs.files import remove
-from ..configs.owned import OwnedFolder
 from ..data_pipelines.config import DataConfig
 from ..data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ..data_pipelines.masks.chat import encode_rows
@@ -37,12 +30,10 @@ from ..heads.base import DraftHead
 from ..heads.registry import start_vocabulary
 from ..heads.target import Target
 from .config import Inputs, RunConfig
+from .main_process import on_main
 
-HEARTBEAT_SECONDS = 60.0
 LARGE_VOCABULARY = 8192  # tokens; in smaller ones an output layer over all of them costs little
-LONGEST_WAIT_SECONDS = 24 * 3600.0
 ROWS_AHEAD = 32  # of a server, in flight or ready, beside the batch that is trained on; a batch in any case
-turns: Counter[int] = Counter()  # by process, the number of its `on_main` calls
 
 
 @dataclass
@@ -86,10 +77,12 @@ class TrainingData:
         return collate(rows, segment_weights=self.config.segment_weights)
 
 
-def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console: Console) -> TrainingData:
+def load_data(
+    run: RunConfig, target: Target, accelerator: Accelerator, console: Console, *, reader: ServedReader | None
+) -> TrainingData:
     """The run's samples: those that an earlier start left in its folder, else encoded there now.
 
-    Raises: BadInput, in every process, if there is nothing to train on.
+    Args: reader: see `open_server`. Raises: BadInput, in every process, if there is nothing to train on.
     """
     config = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
     validation = validation_rows(config, target, console)
@@ -104,7 +97,7 @@ def load_data(run: RunConfig, target: Target, accelerator: Accelerator, console:
     on_main(accelerator, lambda: encode_into(folder, config, target, console, is_begun=is_begun))
     if not folder.is_dir():
         raise BadInput(f"train.output_dir {run.train.output_dir}: not on a disk that all nodes share")
-    return TrainingData(config, Shards(folder), validation)
+    return TrainingData(config, Shards(folder), validation, reader)
 
 
 def validation_rows(config: DataConfig, target: Target, console: Console) -> Sequence[StoredSample]:
@@ -119,8 +112,7 @@ def validation_rows(config: DataConfig, target: Target, console: Console) -> Seq
     if config.validation and not validation:
         problem = f"no row has supervised tokens in data.max_length {config.max_length}"
         raise BadInput(f"data.validation: {problem}: {summary_of(counts)}")
-    if problems:
-        console.print(f"data.validation: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
+    say_what_changed("data.validation", counts, problems, console)
     return validation
 
 
@@ -162,8 +154,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     if not can_draft:
         raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row): {summary}")
     writer.finish(row_counts={name: count for name, count in counts.items() if count})
-    if counts["dropped"] or counts["split"]:
-        console.print(f"data.train: {summary_of(counts, problems)}", soft_wrap=True, highlight=False)
+    say_what_changed("data.train", counts, problems, console)
     rows = iter_rows(config.train, num_rows=config.num_rows)
     if line := line_on_sources(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):
         console.print(f"data.train: {line}", soft_wrap=True)
@@ -176,10 +167,16 @@ def rows_of(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
     return {**settings, **{"data.train" if key == "rows" else key: value for key, value in origin.items()}}
 
 
-def summary_of(counts: Counter[str], problems: Sequence[str] = ()) -> str:
-    """The counts of `encode_rows` in one line, with a problem of a refused row."""
-    named = "".join(f"; the first refused: {printable(problem)}" for problem in problems)
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count) + named
+def say_what_changed(key: str, counts: Counter[str], problems: Sequence[str], console: Console) -> None:
+    """A line on what `encode_rows` did not take whole: rows that it cut, split or dropped, and the first it refused."""
+    if counts["cut"] or counts["split"] or counts["dropped"]:
+        named = "".join(f"; the first refused: {printable(problem)}" for problem in problems)
+        console.print(f"{key}: {summary_of(counts)}{named}", soft_wrap=True, highlight=False)
+
+
+def summary_of(counts: Counter[str]) -> str:
+    """The counts of `encode_rows` in one line."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
 def with_draft_vocabulary(
@@ -237,49 +234,3 @@ def check_stored_states(data: TrainingData, head: DraftHead, target: Target) -> 
         check_features(data.samples, head, target, data=data.config)
     if isinstance(data.validation, Shards):
         check_features(data.validation, head, target, data=data.config, key="data.validation")
-
-
-def held_by_main(
-    accelerator: Accelerator, path: str | Path, *, command: str, settings: Mapping[str, Any], holding: ExitStack
-) -> OwnedFolder | None:
-    """The folder that a command writes, held by the main process until `holding` ends; None in the others."""
-    held: list[OwnedFolder] = []
-    folder = partial(OwnedFolder, path, command=command, settings=settings)
-    on_main(accelerator, lambda: held.append(holding.enter_context(folder())))
-    return next(iter(held), None)
-
-
-def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Do the work in the main process, while the others wait however long it takes; its BadInput is raised in all."""
-    problem: list[str | None] = [None]
-    key = f"headstart/main/{turns[accelerator.process_index]}"
-    turns[accelerator.process_index] += 1
-    if accelerator.is_main_process:
-        try:
-            work()
-        except BadInput as error:
-            problem = [str(error)]
-        finally:
-            if accelerator.num_processes > 1:
-                dist.distributed_c10d._get_default_store().set(key, "done")
-    else:
-        wait_for(key, says_so=accelerator.process_index == 1)
-    broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise BadInput(problem[0])
-
-
-def wait_for(key: str, *, says_so: bool) -> None:
-    """Wait until the processes' store has a key. A collective would time out after ten minutes (NCCL).
-
-    Args: says_so: print a line every HEARTBEAT_SECONDS. Raises: BadInput after LONGEST_WAIT_SECONDS.
-    """
-    store, began, lines = dist.distributed_c10d._get_default_store(), time.monotonic(), 0
-    while not store.check([key]):
-        waited = time.monotonic() - began
-        if waited > LONGEST_WAIT_SECONDS:
-            raise BadInput(f"the main process has not been done with its data for {waited / 3600:.0f} hours")
-        if says_so and waited > HEARTBEAT_SECONDS * (lines + 1):
-            lines += 1
-            print(f"waiting for the main process, which prepares data: {waited / 60:.0f} min", file=sys.stderr)
-        time.sleep(min(1.0, HEARTBEAT_SECONDS))

@@ -10,18 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..configs.errors import BadInput
 from ..data_pipelines.loader import TrainingBatch
 from ..heads.loss.chains import mean_of
-from ..heads.nn.documents import Documents
-from ..heads.nn.target_output import TargetOutput
 from ..heads.registry import save_head
-from ..heads.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
-from .config import TrainConfig
 from .launch import RankPlace, product_dtype
 from .optim import learning_rate_share
 from .speed import Speed
@@ -40,22 +35,21 @@ class Loop:
 
     def __init__(
         self,
-        config: TrainConfig,
         backend: Backend,
-        target: Target,
         *,
         place: RankPlace,
+        trend: Trend,
         stopping: Stopping,
         watchdog: Watchdog,
-        deadline: float = math.inf,
-        may_lack_batches: bool = False,
+        deadline: float,
+        may_lack_batches: bool,
     ):
         """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`.
         may_lack_batches: whether batches may not come to one process alone, as those of a server."""
-        self.config, self.backend, self.target, self.place = config, backend, target, place
-        self.stopping, self.watchdog, self.trend = stopping, watchdog, Trend()
-        self.accelerator, self.head, self.optimizer = backend.accelerator, backend.head, backend.optimizer
-        self.speed = Speed(self.accelerator.device, product_dtype(config))
+        self.backend, self.place, self.trend = backend, place, trend
+        self.stopping, self.watchdog = stopping, watchdog
+        self.config, self.accelerator, self.head = backend.config, backend.accelerator, backend.head
+        self.speed = Speed(self.accelerator.device, product_dtype(self.config))
         self.deadline, self.may_lack_batches = deadline, may_lack_batches
         # some rank received a signal, or its time is over; all of them know it after the same step
         self.should_stop = self.is_late = False
@@ -74,7 +68,7 @@ class Loop:
         waited = time.perf_counter() - started
         torch.manual_seed(step_seed(self.config.seed, step, self.place.group))  # the same chains in all of a group
         share, scales = learning_rate_share(step, self.config), self.head.learning_rate_scales(step)
-        for group in self.optimizer.param_groups:
+        for group in self.backend.optimizer.param_groups:
             group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
         num_positions = sum(batch.input_ids.numel() for batch in taken)
         with self.speed.counted(num_positions):
@@ -103,7 +97,10 @@ class Loop:
             taken = list(islice(batches, self.config.accumulation))
         except BadInput as error:
             problem = error
-        if self.backend.total(torch.tensor([problem is not None], device=self.accelerator.device).float()) > 0:
+        flags = [problem is not None, self.stopping.received is not None]
+        lacking, signals = self.backend.total(torch.tensor(flags, device=self.accelerator.device).float()).tolist()
+        if lacking:
+            self.should_stop = signals > 0
             raise NoBatch(str(problem or "another process got no states from its server")) from problem
         return taken
 
@@ -116,9 +113,8 @@ class Loop:
 
     def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
         """Forward, backward and update; returns the figures over all ranks."""
-        at = self.watchdog.at
+        at, place = self.watchdog.at, self.place
         at(f"step {step + 1}: the counts of all ranks")
-        place = self.place
         chains = [self.head.training_starts(batch.loss_mask).part(place.part, place.num_parts) for batch in batches]
         counts = [  # [2, K] each: of supervised chains, with and without their weights
             torch.stack([starts.counts(batch.weights), starts.counts()])
@@ -131,7 +127,7 @@ class Loop:
             where = f"step {step + 1}, batch {i + 1} of {len(batches)}"
             with self.backend.accumulating(is_last=i == len(batches) - 1):
                 at(f"{where}: the target's forward")
-                batch = replace(batch.filled(self._read), starts=chains[i])
+                batch = replace(batch.filled(self.head.read_target), starts=chains[i])
                 at(f"{where}: the head's forward")
                 out = self.backend.loss(batch, denominators)
                 at(f"{where}: the head's backward")
@@ -154,10 +150,6 @@ class Loop:
             "num_supervised": int(num_chains[0]),  # chains at depth 0
         }
 
-    def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
-        """Run the target for the states that the head reads."""
-        return self.target.read_texts(input_ids, feature_layers=self.head.feature_layers, documents=documents)
-
     def check_finite(self, step: int) -> None:
         """Raises BadInput, in all processes, if weights or the optimizer's state are not finite. Called before anything
         is written, so that earlier checkpoints stay valid."""
@@ -171,9 +163,8 @@ class Loop:
         self.watchdog.at(f"step {step}: the checkpoint")
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
-            progress = Progress(step, self.accelerator.num_processes, best)
-            keep, since = self.config.keep_checkpoints, self.trend.diverges_since
-            save_checkpoint(folder, weights, state, progress=progress, keep=keep, since=since)
+            progress = Progress(step, self.accelerator.num_processes, best, self.trend)
+            save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def write_head(self, folder: Path, training: TrainingRecord) -> None:

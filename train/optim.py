@@ -96,46 +96,37 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
     Each group has `peak`, the learning rate that `learning_rate_share` scales, and `part`: its prefix of parameter
     names in `DraftHead.learning_rate_scales`, or "".
     """
-    size = head.target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
-    trained = [p for p in head.parameters() if p.requires_grad]
-    inner = [p for p in trained if config.optimizer == "muon" and p.ndim == 2 and size not in p.shape]
-    rest = [p for p in trained if not any(p is matrix for matrix in inner)]
+    named = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    is_muon = config.optimizer == "muon"
+    inner = [name for name, p in named.items() if is_muon and p.ndim == 2 and head.num_drafted not in p.shape]
+    outer = [name for name, p in named.items() if p.ndim >= 2 and name not in inner]
+    vectors = [name for name, p in named.items() if p.ndim < 2]
 
-    parts = {
-        id(p): part for part in head.learning_rate_scales(0) for n, p in head.named_parameters() if n.startswith(part)
-    }
-
-    def group(parameters: Sequence[Tensor], *, peak: float, decay: float) -> list[dict[str, Any]]:
-        groups: dict[str, dict[str, Any]] = {}
-        for parameter in parameters:
-            part = parts.get(id(parameter), "")
+    def groups(names: Sequence[str], *, peak: float, decay: float) -> list[dict[str, Any]]:
+        by_part: dict[str, dict[str, Any]] = {}
+        for name in names:
+            part = next((part for part in head.learning_rate_scales(0) if name.startswith(part)), "")
             fresh = {"params": [], "part": part, "peak": peak, "lr": peak, "weight_decay": decay}
-            groups.setdefault(part, fresh)["params"].append(parameter)
-        return list(groups.values())
+            by_part.setdefault(part, fresh)["params"].append(named[name])
+        return list(by_part.values())
 
     peak, decay = config.learning_rate, config.weight_decay
-    others = [
-        *group([p for p in rest if p.ndim >= 2], peak=peak, decay=decay),
-        *group([p for p in rest if p.ndim < 2], peak=peak, decay=0.0),
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
-    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2), "fused": fused}
+    others = [*groups(outer, peak=peak, decay=decay), *groups(vectors, peak=peak, decay=0.0)]
+    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2), "fused": True}
     if not inner:
         return torch.optim.AdamW(others, **adamw)
-    matrices = group(inner, peak=config.matrix_learning_rate or peak, decay=decay)
-    optimizer, named = MuonAdamW(matrices, others, **adamw), dict(head.named_parameters())
+    matrices = groups(inner, peak=config.matrix_learning_rate or peak, decay=decay)
+    optimizer = MuonAdamW(matrices, others, **adamw)
     for name, scale in head.input_scales().items():
         optimizer.state[named[name]]["input_scale"] = scale.to(named[name])
     return optimizer
 
 
 def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:
-    """The config for a backend whose ranks hold parts of matrices: AdamW replaces Muon.
+    """A config with Muon, for a backend whose ranks hold parts of matrices: AdamW replaces Muon.
 
     Raises: BadInput if the config has no learning rate for AdamW.
     """
-    if config.optimizer != "muon":
-        return config
     if config.adamw_learning_rate is None:
         why = "it needs whole matrices, and a rank has parts"
         raise BadInput(f"train.optimizer muon under {backend}: {why}; take ddp, or give train.adamw_learning_rate")
@@ -147,6 +138,6 @@ def learning_rate_share(step: int, config: TrainConfig) -> float:
     """Share of the peak learning rates at 0-based `step`: linear warm-up, then half a cosine down to min_lr_ratio."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
     low = config.min_lr_ratio
-    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,20 +26,15 @@ from ..heads.targets.fit import check_fit
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
 from .config import RunConfig, TrainConfig, differing_key
-from .data import (
-    TrainingData,
-    check_stored_states,
-    held_by_main,
-    load_data,
-    with_draft_size,
-    with_draft_vocabulary,
-)
+from .data import TrainingData, check_stored_states, load_data, with_draft_size, with_draft_vocabulary
 from .launch import RankPlace, actual_launch, product_dtype, start_accelerator
+from .main_process import held_by_main
 from .optim import build_optimizer, without_whole_matrices
 from .provenance import read_starts, record_start, states_record
 from .target import load_target, open_server, served_validation
 from .tracking import check_trackers
 from .training_record import TrainingRecord
+from .trend import Trend
 
 ROWS_AT_ONCE, TOKENS_AT_ONCE = 4, 8192  # most, that a head's start is made of; one row in any case
 COMPILED_FROM = 500  # steps; in fewer, the seconds of compiling are estimated not to pay
@@ -58,14 +52,9 @@ class Start:
     head: DraftHead
     optimizer: torch.optim.Optimizer
     checkpoint: Path | None  # the last; None: the run starts anew
-    first_step: int
-    best: Best
+    progress: Progress  # of the checkpoint
     record: TrainingRecord
     owned: OwnedFolder | None
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.head.parameters() if p.requires_grad)
 
 
 def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitStack) -> Start:
@@ -77,18 +66,16 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     check_trackers(run.train)
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
-    accelerator, asked = start_accelerator(run.train), run.train
+    accelerator = start_accelerator(run.train)
+    console.quiet = console.quiet or not accelerator.is_main_process
     place = RankPlace.of(accelerator, run.train)
     target = load_target(run, accelerator, console)
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
-    launched = actual_launch(accelerator)
-    if launched.backend in ("deepspeed", "fsdp2"):
-        run = replace(run, train=without_whole_matrices(run.train, launched.backend))
-        if run.train != asked:
-            console.print(
-                f"AdamW at {run.train.learning_rate}: {launched.backend} has parts of matrices, not Muon's whole ones"
-            )
+    backend = actual_launch(accelerator).backend
+    if run.train.optimizer == "muon" and backend in ("deepspeed", "fsdp2"):
+        run = replace(run, train=without_whole_matrices(run.train, backend))
+        console.print(f"AdamW at {run.train.learning_rate}: {backend} has parts of matrices, not Muon's whole ones")
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
     fuse_where_asked(run.train, accelerator.device, console)
@@ -98,16 +85,14 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     except BadInput as error:
         raise BadInput(f"train.output_dir {error}") from error
     checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
-    progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best())
+    progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best(), Trend())
     begun = (folder / "config.yaml").is_file()
     if begun:
         run = with_written_vocabulary(run, folder)
         resolved = replace(run, head=run.head.resolved(target))
         check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
     reader = open_server(run, target, accelerator, holding)
-    data = load_data(run, target, accelerator, console)
-    if reader is not None:
-        data.reader = reader
+    data = load_data(run, target, accelerator, console, reader=reader)
     run, draft_token_ids = with_draft_vocabulary(run, data, target, console)
     resolved = replace(run, head=run.head.resolved(target))
     if begun:
@@ -121,10 +106,7 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if checkpoint is None and run.train.start_from is None:
         head.begin_training(first_batches(run.train, data, head))
     optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
-    first_step, best = progress.step, progress.best
-    return Start(
-        resolved, target, accelerator, place, data, head, optimizer, checkpoint, first_step, best, record, owned
-    )
+    return Start(resolved, target, accelerator, place, data, head, optimizer, checkpoint, progress, record, owned)
 
 
 def fuse_where_asked(train: TrainConfig, device: torch.device, console: Console) -> None:
@@ -138,19 +120,18 @@ def fuse_where_asked(train: TrainConfig, device: torch.device, console: Console)
         console.print(f"{error}: steps run as they are, slower")
 
 
-def set_up(run: RunConfig, start: Start, folder: Path) -> Backend:
+def set_up(start: Start, folder: Path) -> Backend:
     """Head and optimizer as the last checkpoint left them, on the run's devices; writes config.yaml and run.json."""
     accelerator = start.accelerator
     state = load_checkpoint(start.checkpoint, start.head) if start.checkpoint else {}
-    backend = Backend(accelerator, start.head, start.optimizer, run.train)
+    backend = Backend(accelerator, start.head, start.optimizer, start.run.train)
     backend.load_optimizer_state(state)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         remove_unfinished(folder / "checkpoints")
         try:
-            dump_config(run, folder / "config.yaml")
-            num_processes = accelerator.num_processes
-            record_start(folder / "run.json", start.target, start.data, num_processes=num_processes)
+            dump_config(start.run, folder / "config.yaml")
+            record_start(folder / "run.json", start.target, start.data, num_processes=accelerator.num_processes)
             if start.owned is not None:
                 start.owned.keep()
         except OSError as error:
@@ -178,21 +159,20 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
     if changed:
         console.print(f"train.start_from: that head was trained with another {', '.join(changed)}")
     if config.lora_rank:
-        size = target.vocab_size if head.vocabulary is None else len(head.vocabulary.to_target)
+        how = {"rank": config.lora_rank, "alpha": config.lora_alpha, "vocab_size": head.num_drafted}
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
-            add_adapters(head, rank=config.lora_rank, alpha=config.lora_alpha, vocab_size=size, key="train.lora_rank")
+            add_adapters(head, **how, key="train.lora_rank")
     return head
 
 
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
     """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
-    target, longest = head.target, data.plan(batch_size=1, seed=config.seed).sequence.longest
+    longest = data.plan(batch_size=1, seed=config.seed).sequence.longest
     num_rows = min(ROWS_AT_ONCE, max(1, TOKENS_AT_ONCE // longest))
     plan = data.plan(batch_size=num_rows, seed=config.seed)
-    read = partial(target.read_texts, feature_layers=head.feature_layers)
     for number in range(max(1, len(data.samples) // num_rows)):
-        yield data.batch(plan.rows(number)).to(target.device).filled(read)
+        yield data.batch(plan.rows(number)).to(head.target.device).filled(head.read_target)
 
 
 def with_written_vocabulary(run: RunConfig, folder: Path) -> RunConfig:

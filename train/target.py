@@ -1,6 +1,5 @@
 """The target of a run: whole, sharded over its processes, without its layers, or behind a server of its states."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,8 +31,9 @@ from ..heads.targets.parts import OutputUse
 from ..heads.targets.sharded import ShardedTarget
 from ..heads.targets.skeleton import load_skeleton
 from .config import Inputs, RunConfig
-from .data import extracted_validation, on_main
+from .data import extracted_validation
 from .launch import runs_on_cpu
+from .main_process import on_main
 
 VALIDATION = "validation"  # in the run folder: the rows of data.validation with their states
 
@@ -79,8 +79,7 @@ def without_layers(
             return BareTarget.read(config, use)
         except NeedsLayers as error:
             why = f"its parts cannot be read alone ({first_line(error)})"
-    if os.environ.get("RANK", "0") == "0":
-        console.print(f"{key}: the target is loaded with its layers: {why}")
+    console.print(f"{key}: the target is loaded with its layers: {why}")
     return Target.load(**vars(config))
 
 
@@ -192,10 +191,9 @@ def served_validation(
     if (output / TOKENS).is_dir():
         extraction = Extraction(Shards(output / TOKENS), target, reader.reads, config=settings, fields=fields)
         on_main(accelerator, lambda: extraction.check_disk(output))
-        if accelerator.is_main_process:
-            line = f"data.validation: the states of {len(rows)} rows come from {reader.server.url}"
-            console.print(line, soft_wrap=True)
+        line = f"data.validation: the states of {len(rows)} rows come from {reader.server.url}"
+        console.print(line, soft_wrap=True)
         extraction.run(output, rank=accelerator.process_index, num_ranks=accelerator.num_processes, start=reader.start)
         accelerator.wait_for_everyone()
-        on_main(accelerator, lambda: None if extraction.finish(output) else None)
+        on_main(accelerator, lambda: extraction.finish(output))
     return Shards(output)

@@ -44,9 +44,8 @@ class Tracker:
         self.progress = Progress(TextColumn("{task.description}"), *columns, console=console, disable=not is_shown)
         self.task = self.progress.add_task("training", total=num_steps, completed=first_step, figures="")
         path = folder / "metrics.jsonl"
-        rows_before = [row for row in read_appended(path) if row["step"] <= first_step] if first_step else []
-        self.losses_before = [(int(row["step"]), float(row["loss"])) for row in rows_before if "loss" in row]
         if is_main:
+            rows_before = [row for row in read_appended(path) if row["step"] <= first_step] if first_step else []
             write_text(path, "".join(json.dumps(row) + "\n" for row in rows_before))
             self.file = path.open("a")
 

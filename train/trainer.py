@@ -2,11 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -50,50 +48,57 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     """`train`, with the folder held until `holding` ends."""
     deadline = time.monotonic() + (run.train.stop_after or math.inf)
     start = find_inputs(run, folder, console, holding)
-    run, best, max_steps = start.run, start.best, run.train.max_steps
+    run, config, data, place = start.run, start.run.train, start.data, start.place
     if (folder / "final").is_dir():
         console.print(f"{folder} holds this run, finished; nothing to do (another train.output_dir starts anew)")
         return folder / "final"
-    backend = set_up(run, start, folder)
-    accelerator = start.accelerator
-    say = console.print if accelerator.is_main_process else lambda *_: None
-    config, place, rank, num_ranks = run.train, start.place, accelerator.process_index, accelerator.num_processes
-    rows = {"batch_size": config.batch_size, "num_ranks": place.num_groups, "rank": place.group}
-    plan = start.data.plan(**rows, seed=config.seed)
-    say(
-        f"{run.head.type}: {start.num_parameters:,} parameters on {start.target.name}; {len(start.data.samples)} rows, "
-        f"{run.data.layout}, {plan.padding():.0%} padding; steps from {start.first_step}"
+    num_parameters = sum(p.numel() for p in start.head.parameters() if p.requires_grad)  # before they are sharded
+    backend = set_up(start, folder)
+    accelerator, first_step = start.accelerator, start.progress.step
+    plan = data.plan(batch_size=config.batch_size, seed=config.seed, num_ranks=place.num_groups, rank=place.group)
+    console.print(
+        f"{run.head.type}: {num_parameters:,} parameters on {start.target.name}; {len(data.samples)} rows, "
+        f"{run.data.layout}, {plan.padding():.0%} padding; steps from {first_step}"
     )
     if line := recomputation(start.head, plan, config, accelerator.device):
-        say(line)
-    tracker = Tracker(
-        folder, num_steps=max_steps, first_step=start.first_step, is_main=accelerator.is_main_process, console=console
-    )
-    watchdog = Watchdog(minutes=config.watchdog_minutes, rank=rank, num_ranks=num_ranks)
+        console.print(line)
+    is_main, num_ranks = accelerator.is_main_process, accelerator.num_processes
+    tracker = Tracker(folder, num_steps=config.max_steps, first_step=first_step, is_main=is_main, console=console)
+    watchdog = Watchdog(minutes=config.watchdog_minutes, rank=accelerator.process_index, num_ranks=num_ranks)
     with watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
-        is_served = start.data.reader is not None
-        if start.data.reader is not None:  # a signal ends the wait for a server that is away
-            start.data.reader.server.is_gone = lambda: stopping.received.name if stopping.received else None
-        when: dict[str, Any] = {"stopping": stopping, "watchdog": watchdog, "deadline": deadline}
-        loop = Loop(run.train, backend, start.target, place=place, **when, may_lack_batches=is_served)
-        outcome = take_steps(start, loop, plan, tracker, folder, say)
-        if is_served and outcome.num_steps > start.first_step:
-            say(limit_of(loop.share_waited))
+        if data.reader is not None:  # a signal ends the wait for a server that is away
+            data.reader.server.is_gone = lambda: stopping.received.name if stopping.received else None
+        loop = Loop(
+            backend,
+            place=place,
+            trend=start.progress.trend,
+            stopping=stopping,
+            watchdog=watchdog,
+            deadline=deadline,
+            may_lack_batches=data.reader is not None,
+        )
+        outcome = take_steps(start, loop, plan, tracker, folder, console)
+        if data.reader is not None and outcome.num_steps > first_step:
+            console.print(limit_of(loop.share_waited))
     if not outcome.is_over:
         late = "train.stop_after: " if loop.is_late else ""
         why = f"{stopping.received.name}: " if stopping.received else late
-        say(f"{why}stopped at step {outcome.num_steps} of {max_steps}; the same command goes on from there")
+        stopped = f"stopped at step {outcome.num_steps} of {config.max_steps}"
+        console.print(f"{why}{stopped}; the same command goes on from there")
         if loop.should_stop:
             raise SystemExit(stopping.exit_code)
         return folder
     with watchdog:
         loop.write_head(folder / "final", replace(start.record, steps=outcome.num_steps, validation=outcome.validation))
+    best = start.progress.best
     if best.step:
-        is_early = outcome.num_steps < max_steps
+        is_early = outcome.num_steps < config.max_steps
         early = f"no better validation in {best.waited}: ended at step {outcome.num_steps}; " if is_early else ""
-        say(f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}")
-    say(f"head written to {folder / 'final'}")
+        console.print(
+            f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}"
+        )
+    console.print(f"head written to {folder / 'final'}")
     return folder / "final"
 
 
@@ -111,34 +116,29 @@ def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device:
     return f"batches of up to {size}: backward computes {num_bytes / 1e9:.1f} GB of activations again; {most}"
 
 
-def take_steps(
-    start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, folder: Path, say: Callable[[str], object]
-) -> Outcome:
+def take_steps(start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, folder: Path, console: Console) -> Outcome:
     """The steps of a run, with its validations and checkpoints."""
-    config, best, count = start.run.train, start.best, start.first_step
-    last_step = min(config.max_steps, config.stop_at_step or config.max_steps)
+    config, best, first_step = start.run.train, start.progress.best, start.progress.step
+    count, last_step = first_step, min(config.max_steps, config.stop_at_step or config.max_steps)
     rows = start.data.validation
-    validation = Validation(config, loop.backend, start.target, rows, loop.watchdog) if rows else None
+    validation = Validation(loop.backend, rows, loop.watchdog) if rows else None
     result: ValidationResult | None = None
     is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # then only the head has to be written
     if is_over and validation:
         result = validation.measure()
-    for earlier in tracker.losses_before:
-        loop.trend.take(*earlier)
     batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
     for step in range(count, last_step) if not is_over else ():
         try:
             row = loop.step(step, batches)
         except NoBatch:
-            if count > start.first_step:
+            if count > first_step:
                 loop.save(folder / "checkpoints", step=count, best=best)
-            if loop.stopping.received is None:
+            if not loop.should_stop:
                 raise
-            loop.should_stop = True
             return Outcome(count, False, result)
         count, loss = step + 1, row["loss"]
         if loop.trend.take(count, loss):
-            say(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")
+            console.print(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")
         is_last = count == last_step or loop.should_stop or loop.is_late
         if count % config.log_every == 0 or is_last:
             epoch = round(plan.epoch(count * config.accumulation), 4)
@@ -147,7 +147,7 @@ def take_steps(
             loop.check_finite(count)
             result = validation.measure()
             tracker.log({"step": count, "validation": result.to_json()})
-            say(f"step {count}: loss {loss:.4f}, {result}")
+            console.print(f"step {count}: loss {loss:.4f}, {result}")
             if best.take(count, result.taught.acceptance_length):
                 loop.write_head(folder / "best", replace(start.record, steps=count, validation=result))
             is_over = 0 < config.patience <= best.waited

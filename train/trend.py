@@ -1,9 +1,8 @@
 """Where a run is heading: a loss that diverges, and the acceptance length that more steps would give."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist, median
 
 import torch
@@ -17,13 +16,13 @@ ROUNDS = 2000  # of the validations that `spread` is for
 ANYWHERE = 3.0  # standard deviation of the limit: it may be anything
 
 
+@dataclass
 class Trend:
     """The losses of a run; it diverges while the median of the last three is above three times the first."""
 
-    def __init__(self) -> None:
-        self.first = 0.0
-        self.last: deque[float] = deque(maxlen=WINDOW)
-        self.diverges_since = 0  # the step at which it was seen; 0: it does not diverge
+    first: float = 0.0
+    last: list[float] = field(default_factory=list)
+    diverges_since: int = 0  # the step at which it was seen; 0: it does not diverge
 
     def take(self, step: int, loss: float) -> bool:
         """Record the loss of a step (1-based); returns whether divergence starts here. A loss of 0, of a step without
@@ -31,7 +30,7 @@ class Trend:
         if loss == 0:
             return False
         self.first = self.first or loss
-        self.last.append(loss)
+        self.last = [*self.last, loss][-WINDOW:]
         if len(self.last) < WINDOW or median(self.last) <= FACTOR * self.first:
             self.diverges_since = 0
             return False

@@ -16,11 +16,7 @@ from ..eval.measurement.breakdown import acceptance_part
 from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
-from ..heads.nn.documents import Documents
-from ..heads.nn.target_output import TargetOutput
-from ..heads.target import Target
 from .backend import Backend
-from .config import TrainConfig
 from .watchdog import Watchdog
 
 PROMPTS = 8  # that are decoded
@@ -68,13 +64,10 @@ class Validation:
     figure of the rows' own texts differs, the target would not have written these texts.
     """
 
-    def __init__(
-        self, config: TrainConfig, backend: Backend, target: Target, rows: Sequence[StoredSample], watchdog: Watchdog
-    ):
-        self.watchdog = watchdog
-        accelerator = backend.accelerator
+    def __init__(self, backend: Backend, rows: Sequence[StoredSample], watchdog: Watchdog):
+        config, target, accelerator = backend.config, backend.head.target, backend.accelerator
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
-        self.config, self.backend, self.target = config, backend, target
+        self.config, self.backend, self.watchdog, self.device = config, backend, watchdog, accelerator.device
         self.rows, self.most_rows = rows[rank::num_ranks], -(-len(rows) // num_ranks)  # of this rank, of any
         room = max(target.max_positions - config.decode_tokens, 0) if target.can_decode else 0
         num = PROMPTS if config.decode_prompts is None else config.decode_prompts
@@ -86,17 +79,17 @@ class Validation:
     def measure(self) -> ValidationResult:
         """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
-        estimated = torch.zeros(2, NUM_BINS, device=self.backend.accelerator.device)
+        estimated = torch.zeros(2, NUM_BINS, device=self.device)
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, self.most_rows, self.config.batch_size):
                 self.watchdog.at(f"validation, row {start + 1} of {len(self.rows)}")
                 rows = self.rows[start : start + self.config.batch_size]
                 if not rows:  # other ranks have one more, and may need this rank's part of the target for it
-                    if self.target.is_sharded:
-                        self._read(torch.zeros(1, 1, dtype=torch.long, device=self.target.device))
+                    if head.target.is_sharded:
+                        head.read_target(torch.zeros(1, 1, dtype=torch.long, device=head.target.device))
                     continue
-                batch = collate([[row] for row in rows]).to(self.backend.accelerator.device).filled(self._read)
+                batch = collate([[row] for row in rows]).to(self.device).filled(head.read_target)
                 out = self._forced(head, batch)
                 taught += expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
                 estimated += self._estimated(head, batch, out)
@@ -111,9 +104,6 @@ class Validation:
             return result
         parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
         return replace(result, decoded=DecodedValidation(self.num_prompts, *parts))
-
-    def _read(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
-        return self.target.read_texts(input_ids, feature_layers=self.backend.head.feature_layers, documents=documents)
 
     def _forced(self, head: DraftHead, batch: DraftBatch) -> LossOutput:
         with self.backend.autocast():  # the target has read outside of it, as in training
@@ -131,27 +121,26 @@ class Validation:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
         num_draft, num_tokens = self.num_draft, self.config.decode_tokens
         generated = generate(
-            self.target,
+            head.target,
             head,
             self.prompts,
             max_new_tokens=num_tokens,
             num_draft_tokens=num_draft,
-            steps=default_steps(self.target.device, num_tokens=num_tokens),
+            steps=default_steps(head.target.device, num_tokens=num_tokens),
         )
         decoded = acceptance(generated.rounds, num_draft_tokens=num_draft)
         rows = [prompt + new for prompt, new in zip(self.prompts, generated.token_ids, strict=True)]
-        device = self.backend.accelerator.device
-        input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+        input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=self.device)
         loss_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         for i, (row, prompt) in enumerate(zip(rows, self.prompts, strict=True)):
             input_ids[i, : len(row)] = torch.tensor(row)
             loss_mask[i, len(prompt) : len(row)] = True
-        out = self._forced(head, DraftBatch(input_ids, loss_mask, self._read(input_ids)))
+        out = self._forced(head, DraftBatch(input_ids, loss_mask, head.read_target(input_ids)))
         return decoded, expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
 
     def _over_ranks(self, counts: Acceptance) -> AcceptancePart:
         numbers = [counts.num_rounds, counts.num_committed, *counts.tried, *counts.taken]
-        total = self.backend.total(torch.tensor(numbers, device=self.backend.accelerator.device)).tolist()
+        total = self.backend.total(torch.tensor(numbers, device=self.device)).tolist()
         tried, taken = total[2 : 2 + self.num_draft], total[2 + self.num_draft :]
         return acceptance_part(Acceptance(total[0], total[1], tried, taken))
 

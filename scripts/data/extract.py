@@ -63,8 +63,9 @@ def extract(
     from ...heads.target import Target
     from ...heads.targets.dtype import with_default_dtype
     from ...train.config import TrainConfig, load_inputs
-    from ...train.data import encode_into, held_by_main, on_main
+    from ...train.data import encode_into
     from ...train.launch import runs_on_cpu, start_accelerator
+    from ...train.main_process import held_by_main, on_main
     from ...train.target import check_unadapted, reads_of, why_built_with_layers, without_layers
     from .extract_served import ExtractEngine
     from .extract_served import clear_server_files as clear_served

@@ -4,11 +4,16 @@ Two processes on CPUs, over gloo.
 """
 
 import json
+import math
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_appended
 from headstart.train import loop, trainer
 from headstart.train.checkpoint import checkpoints
+from headstart.train.config import TrainConfig
 from run_files import final, losses, metrics
 
 pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
@@ -62,6 +68,8 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
 ):
     whole = launching.finish(backend, tmp_path / "whole")
     same_training(whole, single)
+    count = sum(value.numel() for value in final(single).values())
+    assert f"eagle3: {count:,} parameters" in (tmp_path / "whole.log").read_text()
     launching.finish(backend, tmp_path / "half", "train.stop_at_step=9")
     half = launching.finish(backend, tmp_path / "half")
     assert metrics(half) == metrics(whole)
@@ -73,7 +81,15 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
 def test_adamw_takes_muons_place_where_matrices_are_in_parts(launching, shared_memory_op, single, tmp_path):
     how = ("train.optimizer=muon", "train.learning_rate=1e-2", "train.adamw_learning_rate=3e-3")
     same_training(launching.finish("zero2", tmp_path / "parts", *how), single)
-    assert "AdamW at 0.003" in (tmp_path / "parts.log").read_text()
+    assert (tmp_path / "parts.log").read_text().count("AdamW at 0.003") == 1
+
+
+@pytest.mark.slow
+def test_one_process_speaks_for_all(launching, tmp_path):
+    launching.finish("ddp", tmp_path / "two", "head.draft_vocab_size=20", "data.max_length=6", "train.max_steps=3")
+    said = " ".join((tmp_path / "two.log").read_text().split())
+    for line in ("draft vocabulary: 20 of", "data.train: kept 4", "data.validation: kept 4", "head written to"):
+        assert said.count(line) == 1, said
 
 
 @pytest.mark.slow
@@ -169,6 +185,41 @@ def test_a_signal_saves_and_leaves(number, code, run, monkeypatch, tmp_path, cap
     assert f"{signal.Signals(number).name}: stopped at step 3 of 6; the same command goes on from there" in told
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
     assert metrics(run("medusa", "half")) == metrics(whole)
+
+
+def test_a_signal_that_ends_one_ranks_wait_for_batches_stops_all(monkeypatch):
+    """Two ranks in threads: to one of them a signal came, and no batch; to the other a batch."""
+    monkeypatch.setattr(loop, "Speed", lambda *_: None)
+    meeting, flags, stopped = threading.Barrier(2), {}, {}
+
+    def no_batch():
+        raise BadInput("server x: SIGTERM")
+        yield
+
+    def train(rank, received, batches):
+        def total(values):
+            flags[rank] = values
+            meeting.wait()
+            return flags[0] + flags[1]
+
+        parts = {"config": TrainConfig(output_dir="unused", max_steps=2), "head": None, "total": total}
+        backend: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")), **parts)
+        others: dict[str, Any] = dict.fromkeys(("place", "trend"))
+        others |= {"stopping": SimpleNamespace(received=received), "watchdog": SimpleNamespace(at=lambda _: None)}
+        one = loop.Loop(backend, **others, deadline=math.inf, may_lack_batches=True)
+        with suppress(loop.NoBatch):
+            one.step(0, batches)
+        stopped[rank] = one.should_stop
+
+    threads = [
+        threading.Thread(target=train, args=(0, signal.SIGTERM, no_batch())),
+        threading.Thread(target=train, args=(1, None, iter(["a batch"]))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert stopped == {0: True, 1: True}
 
 
 @pytest.mark.slow

@@ -55,6 +55,15 @@ def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_pa
     assert saved(folder) == [1, 2, 4, 5]
 
 
+def test_a_run_that_goes_on_compares_with_its_first_loss(run, monkeypatch, capsys):
+    """Although that was not logged: 7 is below three times the first, and above three times the loss of step 2."""
+    losses, real = [10.0, 2.0, 2.0, 7.0, 7.0, 7.0], trainer.Loop.step
+    monkeypatch.setattr(trainer.Loop, "step", lambda self, step, some: {**real(self, step, some), "loss": losses[step]})
+    for how in (["train.stop_at_step=2"], []):
+        run("medusa", "a", "train.log_every=2", *how)
+    assert "the loss diverges" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("curve", "step"),
     [

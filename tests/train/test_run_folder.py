@@ -186,3 +186,14 @@ def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path,
         "malformed": 1,
         "dropped": 1,
     }
+
+
+def test_rows_that_are_not_read_whole_are_counted(run, world, tmp_path, capfd):
+    """In training and in validation; a row whose answer begins behind `max_length` is dropped."""
+    path = tmp_path / "held_out.jsonl"
+    path.write_text((world / "rows.jsonl").read_text() + '{"input_ids": [1, 5, 9, 7, 8, 3, 4], "prompt_length": 6}\n')
+    run("medusa", "a", "data.max_length=6", f"data.validation={path}", "train.max_steps=3")
+    said = " ".join(capfd.readouterr().err.split())
+    assert "data.train: kept 4, cut 4, dropped 2" in said and "data.validation: kept 4, cut 4, dropped 3" in said, said
+    run("medusa", "b", "train.max_steps=3")
+    assert "data.train: " not in capfd.readouterr().err, "all of them are whole"

@@ -183,7 +183,7 @@ def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
     def watched(self, step, batches, real=trainer.Loop.step):
         row = real(self, step, batches)
         state = {name: p.detach().clone() for name, p in self.head.named_parameters()}
-        seen.append((state, {group["part"]: group["lr"] for group in self.optimizer.param_groups}))
+        seen.append((state, {group["part"]: group["lr"] for group in self.backend.optimizer.param_groups}))
         return row
 
     monkeypatch.setattr(trainer.Loop, "step", watched)
