@@ -26,7 +26,7 @@ from .launch import actual_launch, product_dtype
 class Step(nn.Module):
     """The head's loss as a tuple, since wrappers hook tensors in tuples but not in dataclasses."""
 
-    def __init__(self, head: DraftHead, *, dtype: torch.dtype | None):
+    def __init__(self, head: DraftHead, *, dtype: torch.dtype):
         super().__init__()
         self.head, self.dtype = head, dtype
 
@@ -35,7 +35,7 @@ class Step(nn.Module):
         kind = self.head.target.device.type
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(kind, self.dtype)
 
-    def forward(self, batch: DraftBatch, denominators: Tensor | None) -> tuple[Any, ...]:
+    def forward(self, batch: DraftBatch, denominators: Tensor) -> tuple[Any, ...]:
         with self.autocast():
             out = self.head(batch, denominators)
         return out.loss, out.depth_loss, out.depth_count, out.starts, out.hits

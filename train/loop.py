@@ -104,9 +104,8 @@ class Loop:
             raise NoBatch(str(problem or "another process got no states from its server")) from problem
         return taken
 
-    @property
     def share_waited(self) -> float:
-        """The share of the steps' time in which they waited for batches, over all processes."""
+        """The share of the steps' time in which they waited for batches, over all processes, which all ask for it."""
         times = torch.tensor([self.waited, self.seconds], device=self.accelerator.device, dtype=torch.float32)
         waited, seconds = self.backend.total(times).tolist()
         return waited / max(seconds, 1e-9)

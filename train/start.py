@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -88,9 +89,11 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best(), Trend())
     begun = (folder / "config.yaml").is_file()
     if begun:
-        run = with_written_vocabulary(run, folder)
+        written = written_config(folder)
+        if run.train.draft_coverage and run.head.draft_vocab_size is None:
+            run = with_draft_size(run, written["head"]["draft_vocab_size"])
         resolved = replace(run, head=run.head.resolved(target))
-        check_same_run(folder, resolved, before=progress.num_processes, now=accelerator.num_processes)
+        check_same_run(folder, written, resolved, before=progress.num_processes, now=accelerator.num_processes)
     reader = open_server(run, target, accelerator, holding)
     data = load_data(run, target, accelerator, console, reader=reader)
     run, draft_token_ids = with_draft_vocabulary(run, data, target, console)
@@ -175,32 +178,26 @@ def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> I
         yield data.batch(plan.rows(number)).to(head.target.device).filled(head.read_target)
 
 
-def with_written_vocabulary(run: RunConfig, folder: Path) -> RunConfig:
-    """A run that goes on, with the head.draft_vocab_size that train.draft_coverage gave it at its start."""
-    if not run.train.draft_coverage or run.head.draft_vocab_size is not None:
-        return run
+def written_config(folder: Path) -> dict[str, Any]:
+    """config.yaml of a run that goes on. Raises BadInput if it is damaged."""
+    path = folder / "config.yaml"
     try:
-        size = yaml.safe_load((folder / "config.yaml").read_text())["head"]["draft_vocab_size"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):  # `check_same_run` says what is wrong
-        return run
-    return with_draft_size(run, size)
+        written = yaml.safe_load(path.read_text())
+        _ = written["head"]["draft_vocab_size"], written["train"]["batch_size"], written["train"]["accumulation"]
+        return written
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: cannot be read, so the run in {folder} cannot be continued") from error
 
 
-def check_same_run(folder: Path, run: RunConfig, *, before: int, now: int) -> None:
+def check_same_run(folder: Path, written: dict[str, Any], run: RunConfig, *, before: int, now: int) -> None:
     """Raises BadInput if a run folder holds a run of another config.
 
     With another number of processes, batch_size and accumulation may differ too: a step must read the same rows.
 
-    Args: before, now: processes that trained it, and that are to go on.
+    Args: written: its config. before, now: processes that trained it, and that are to go on.
     """
-    path = folder / "config.yaml"
-    try:
-        written = yaml.safe_load(path.read_text())
-        shape = {key: written["train"][key] for key in ("batch_size", "accumulation")}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise BadInput(f"{path}: cannot be read, so the run in {folder} cannot be continued") from error
     if before != now:
-        size, times, config = shape["batch_size"], shape["accumulation"], run.train
+        size, times, config = written["train"]["batch_size"], written["train"]["accumulation"], run.train
         was, would = f"{before} x {size} x {times}", f"{now} x {config.batch_size} x {config.accumulation}"
         counted = "(processes x batch_size x accumulation) rows a step"
         if before * size * times != now * config.batch_size * config.accumulation:

@@ -152,12 +152,8 @@ def open_server(run: RunConfig, target: Target, accelerator: Accelerator, holdin
     check_server(server, target, reads, max_length=length, revision=run.target.revision)
     server.clear()  # what this rank left when it was killed
     holding.callback(server.clear)
-    return holding.enter_context(ServedReader(target, reads, server, storage_dtype=storage_of(target)))
-
-
-def storage_of(target: Target) -> str:
-    """The storage format that keeps every bit of the target's states."""
-    return "bfloat16" if target.dtype == torch.bfloat16 else "float32"
+    whole = "bfloat16" if target.dtype == torch.bfloat16 else "float32"  # keeps every bit of the target's states
+    return holding.enter_context(ServedReader(target, reads, server, storage_dtype=whole))
 
 
 def served_validation(

@@ -80,7 +80,7 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         )
         outcome = take_steps(start, loop, plan, tracker, folder, console)
         if data.reader is not None and outcome.num_steps > first_step:
-            console.print(limit_of(loop.share_waited))
+            console.print(limit_of(loop.share_waited()))
     if not outcome.is_over:
         late = "train.stop_after: " if loop.is_late else ""
         why = f"{stopping.received.name}: " if stopping.received else late
