@@ -73,7 +73,7 @@ class TrainConfig:
     context_parallel: PositiveInt = 1
     device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one; CUDA_VISIBLE_DEVICES selects GPUs
 
-    watchdog_minutes: Amount = 20.0  # end the process after this time without progress, see watchdog.py; 0: never
+    watchdog_minutes: Amount = 20.0  # end the process after this time without progress, see stopping.py; 0: never
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:

@@ -20,10 +20,9 @@ from .checkpoint import Best, Progress, save_checkpoint
 from .launch import RankPlace, product_dtype
 from .optim import learning_rate_share
 from .speed import Speed
-from .stopping import Stopping
+from .stopping import Stopping, Watchdog
 from .training_record import TrainingRecord
 from .trend import ADVICE, Trend
-from .watchdog import Watchdog
 
 
 class NoBatch(BadInput):

@@ -18,11 +18,10 @@ from .launch import product_dtype
 from .loop import Loop, NoBatch
 from .speed import limit_of
 from .start import Start, find_inputs, set_up
-from .stopping import Stopping
+from .stopping import Stopping, Watchdog
 from .tracking import Tracker
 from .trend import ADVICE
 from .validation import Validation, ValidationResult
-from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, e
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from .backend import Backend
-from .watchdog import Watchdog
+from .stopping import Watchdog
 
 PROMPTS = 8  # that are decoded
 PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one

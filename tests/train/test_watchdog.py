@@ -8,13 +8,13 @@ import pytest
 AT_STEP_4 = "step 4: the counts of all ranks"
 STUCK = """
 import sys, time
-from headstart.train import watchdog
+from headstart.train import stopping
 
 def waits_for_a_rank_that_never_comes():
     time.sleep(float(sys.argv[2]))
 
-watchdog.GRACE = 0.1
-with watchdog.Watchdog(minutes=float(sys.argv[1]), rank=1, num_ranks=2) as watch:
+stopping.GRACE = 0.1
+with stopping.Watchdog(minutes=float(sys.argv[1]), rank=1, num_ranks=2) as watch:
     for step in range(9):
         watch.at(f"step {step}: forward")
         time.sleep(0.1)
