@@ -185,6 +185,8 @@ def scale_logits(head: BlockNetwork, batch: DraftBatch) -> None:
     drafted, probs = list[Tensor](), list[Tensor]()
     for depth, hidden in enumerate(head.unroll(batch, starts)):
         valid = starts.valid[..., depth]
+        if not valid.any():  # of short answers, for the last depths
+            continue
         some = torch.linspace(0, int(valid.sum()) - 1, 64, device=valid.device).long()
         drafted.append(head.slot_logits(hidden[valid][some]).float())
         probs.append(head.target.logits(taken(batch, batch.output.post_norm, depth + 1)[some]).softmax(-1))

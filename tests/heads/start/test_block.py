@@ -57,3 +57,12 @@ def test_one_factor_of_a_fresh_markov_head_is_large_enough_for_the_other_to_lear
     markov = MarkovHead(300, 50, rank=64)
     assert float(markov.markov_w1.weight.detach().norm(dim=1).mean()) == pytest.approx(1.0, abs=0.1)
     assert float(markov.markov_w2(markov.markov_w1.weight).detach().abs().max()) < 0.1
+
+
+def test_answers_shorter_than_a_block_can_be_fitted_to(target, batches):
+    *rows, last, judged = batches
+    last.loss_mask &= torch.arange(LENGTH) < 5  # two tokens
+    head = head_of(target, "fitted")
+    head.begin_training(iter([*rows, last, judged]))
+    out = head(judged)
+    assert (out.depth_loss / out.depth_count <= torch.tensor(float(target.vocab_size)).log() + 0.1).all()
