@@ -109,6 +109,7 @@ class EagleHead(RecurrentHead):
                 return
             hidden = [x @ weight for x in reads[-len(batches) :]]
         self.fc.weight.copy_(cast(Tensor, weight).T)
+        self.fc.bias.zero_()
         for layer in self.decoder_layers:
             nn.init.zeros_(layer.self_attn.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -117,6 +118,7 @@ class EagleHead(RecurrentHead):
         """Scale the state, as it goes into the target's output layer without a norm."""
         for layer in (self.fc, *(p for x in self.decoder_layers for p in (x.self_attn.o_proj, x.mlp.down_proj))):
             layer.weight.mul_(factors[0])
+        self.fc.bias.mul_(factors[0])
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         if self.training and self.config.noise:
