@@ -70,12 +70,13 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
 
 
 def read_rows(head: Any, batch: DraftBatch) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """What the first layer's attention reads of rows, [B, T, 2D]; its rotary tables; a causal mask."""
+    """What the first layer's attention reads of rows, [B, T, 2D]; its rotary tables; its mask."""
     first, num = head.decoder_layers[0], batch.input_ids.shape[1]
     hidden = head.fused(batch.output.features.cpu().float())  # [B, T, D]
     embedded = head.target.embed(batch.input_ids).cpu().to(hidden.dtype).roll(-1, 1)
     rotary = head.rotary(batch.positions.cpu(), like=hidden, num_positions=num)
-    return first.both(embedded, hidden), rotary, batch.visibility(batch.row_positions, dtype=hidden.dtype).cpu()
+    mask = batch.visibility(batch.row_positions, dtype=hidden.dtype, window=head.window)
+    return first.both(embedded, hidden), rotary, mask.cpu()
 
 
 @dataclass

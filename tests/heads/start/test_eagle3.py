@@ -5,13 +5,37 @@ from typing import Any
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.registry import build_head
-from headstart.heads.start.eagle3 import look_at_itself, ridge
+from headstart.heads.start import eagle3
+from headstart.heads.start.eagle3 import fitted_positions, look_at_itself, ridge
 
 
 def head_of(target, start, **more) -> Any:
     return build_head(Eagle3Config(feature_layers=[1, 2], num_depths=2, start=start, **more), target)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_layer_computes_what_its_fit_predicted(tiny_target, monkeypatch, window):
+    """Of rows whose tokens all stood there before, out of a window's sight."""
+    target, fit_layer, predicted = tiny_target("llama", hidden_size=128, head_dim=64), eagle3.fit_layer, []
+    ids = torch.randint(3, target.vocab_size, (48, 20), generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    mask = torch.arange(40).expand(48, -1) >= 3
+    batch = DraftBatch(ids, mask, target.forward(ids, feature_layers=(1, 2)))
+
+    def fit_and_keep(*args, **how):
+        assert how["code"] is not None, "no head copies"
+        predicted.append(fit_layer(*args, **how))
+        return predicted[0]
+
+    monkeypatch.setattr(eagle3, "fit_layer", fit_and_keep)
+    slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    head = head_of(target, "fitted", sliding_window=window, architecture=slow)
+    head.fit([batch])
+    starts = chain_starts(mask, 1)
+    computed = next(head.unroll(batch, starts))[starts.take(fitted_positions(mask)) & starts.valid[..., 0]]
+    assert torch.cosine_similarity(computed, predicted[0]).min() > 0.999
 
 
 def test_one_query_head_of_each_group_looks_at_its_own_position(target):
