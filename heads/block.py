@@ -117,8 +117,7 @@ class BlockHead(BlockNetwork):
 
     @torch.no_grad()
     def commit(self, state: BlockState, read: Reading) -> None:
-        context = self.features(read.output)  # [B, Q, D]
-        positions = read.start[:, None] + torch.arange(context.shape[1], device=context.device)  # [B, Q]
+        context, positions = self.features(read.output), read.positions  # [B, Q, D], [B, Q]
         state.extent = read.extent or state.cache.max_length
         state.cache.seek(positions, extent=state.extent)
         parts = self.decoder_layers, self.packed, context, positions

@@ -34,6 +34,11 @@ class Reading:
     cache: SlotCache | None = None
 
     @property
+    def positions(self) -> Tensor:
+        """[B, Q]."""
+        return self.start[:, None] + torch.arange(self.tokens.shape[1], device=self.start.device)
+
+    @property
     def last(self) -> Tensor:
         """[B] index, among the Q, of the last committed position."""
         return (self.num_valid - 1).clamp(min=0)

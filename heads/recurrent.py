@@ -5,9 +5,9 @@ in training a query of the chain at start t attends to the shared keys at positi
 keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, section 3.2; HASS, section 3.2).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import call
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from .nn.target_output import TargetOutput
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
     """What the queries of one layer call may attend to."""
 
@@ -37,8 +37,7 @@ class Context:
     values: Tensor  # [B, Nkv, P, H]
     # in decoding an additive mask [B, 1, Q, P]; in training what depth 0 of the queries' chains sees
     seen: Tensor | Sight
-    # in training only: per depth the queries' own keys and values [B, Nkv, Q, H]
-    drafted: list[KeysValues] = field(default_factory=list)
+    drafted: tuple[KeysValues, ...] = ()  # in training: per depth the queries' own keys and values [B, Nkv, Q, H]
 
 
 def attend(attention: Attention, x: Tensor, rotary: tuple[Tensor, Tensor], context: Context) -> Tensor:
@@ -80,32 +79,6 @@ class LlamaLayer(nn.Module):
         """x [B, Q, in], which attention reads, and the residual stream [B, Q, D] -> [B, Q, D]."""
         hidden = self.residual(hidden) + attend(self.self_attn, self.normalised(x), rotary, context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-# (inputs, contexts) -> the output [B, S, D] and, per layer, the keys and values that it added to its context
-Step = Callable[..., tuple[Tensor, list[KeysValues]]]
-
-
-@dataclass
-class Chains:
-    """The layers' contexts in training, and whether the depths' activations are kept for backward."""
-
-    contexts: list[Context]  # of each layer
-    is_kept: bool
-
-    def advance(self, step: Step, *inputs: Any) -> Tensor:
-        """Run step(*inputs, contexts) for one depth of the chains; returns its output [B, S, D], with gradients."""
-        before = [tuple(context.drafted) for context in self.contexts]
-
-        def run(*inputs: Any) -> tuple[Tensor, list[KeysValues]]:
-            """Uses `before`: when backward recomputes this depth, the contexts already hold later ones."""
-            pairs = zip(self.contexts, before, strict=True)
-            return step(*inputs, [replace(context, drafted=list(drafted)) for context, drafted in pairs])
-
-        out, added = run(*inputs) if self.is_kept else recomputed(run, *inputs)
-        for context, pair in zip(self.contexts, added, strict=False):  # none at the first depth
-            context.drafted.append(pair)
-        return out
 
 
 @dataclass
@@ -166,14 +139,14 @@ class RecurrentHead(DraftHead):
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
         num_bytes = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
-        chains = Chains(contexts, is_kept(num_bytes, x.device))
+        run = call if is_kept(num_bytes, x.device) else recomputed
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:
-                hidden = chains.advance(self._step, hidden, x, rotary)  # [B, S, D]
+                hidden, contexts = run(self._step, hidden, x, rotary, contexts)  # [B, S, D]
             else:
                 tokens = self.drafted_tokens(starts.take(batch.input_ids, offset=depth + 1))
-                hidden = chains.advance(self._draft, hidden, tokens, rotary)
+                hidden, contexts = run(self._draft, hidden, tokens, rotary, contexts)
             yield hidden
 
     def _contexts(self, x: Tensor, hidden: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
@@ -191,8 +164,8 @@ class RecurrentHead(DraftHead):
 
     def _draft(
         self, hidden: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], contexts: list[Context]
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """A depth after the first: reads tokens [B, S] beside the previous depth's output [B, S, D]."""
+    ) -> tuple[Tensor, list[Context]]:
+        """`_step` of a depth after the first: reads tokens [B, S] beside the previous depth's output [B, S, D]."""
         x, hidden = self.read(tokens, self.fed_back(hidden))
         return self._step(hidden, x, rotary, contexts, is_drafted=True)
 
@@ -203,14 +176,17 @@ class RecurrentHead(DraftHead):
         rotary: tuple[Tensor, Tensor],
         contexts: list[Context],
         is_drafted: bool = False,
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """x [B, S, in] and the residual stream [B, S, D] through all layers; returns as `Step`."""
+    ) -> tuple[Tensor, list[Context]]:
+        """x [B, S, in] and the residual stream [B, S, D] through all layers: the output [B, S, D], and what the layers'
+        queries have attended to. is_drafted: this includes their own position."""
+        attended = list[Context]()
         for layer, context in zip(self.decoder_layers, contexts, strict=True):
             if is_drafted:
                 keys, values = layer.keys_values(x, rotary)
-                context.drafted.append((laid_out(keys), laid_out(values)))
+                context = replace(context, drafted=(*context.drafted, (laid_out(keys), laid_out(values))))
             hidden = x = layer(x, hidden, rotary, context)
-        return hidden, [context.drafted[-1] for context in contexts if is_drafted]
+            attended.append(context)
+        return hidden, attended
 
     # drafting
 
@@ -225,15 +201,14 @@ class RecurrentHead(DraftHead):
 
     @torch.no_grad()
     def commit(self, state: RecurrentState, read: Reading) -> None:
-        features = self.features(read.output)  # [B, Q, D]
-        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
         state.extent = read.extent or state.cache.max_length
-        state.hidden = self._last_output(state, read, features, positions)  # [B, 1, D]
+        state.hidden = self._last_output(state, read)  # [B, 1, D]
         state.position = read.start + read.last
         state.seen, state.depths = state.seen[:, :1, :0], state.depths[:0]
 
-    def _last_output(self, state: RecurrentState, read: Reading, features: Tensor, positions: Tensor) -> Tensor:
+    def _last_output(self, state: RecurrentState, read: Reading) -> Tensor:
         """Write keys and values of all positions; returns the output at each row's last committed one [B, 1, D]."""
+        features, positions = self.features(read.output), read.positions  # [B, Q, D], [B, Q]
         rows, last = torch.arange(len(positions), device=positions.device)[:, None], read.last[:, None]
         packed = self.packed if len(self.decoder_layers) == 1 and positions.shape[1] > 2 * TILE else None
         if packed is None or not (packed.writes and packed.is_for(features)):
