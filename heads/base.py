@@ -153,8 +153,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             starts = self.training_starts(judged.loss_mask)
             for depth, hidden in enumerate(self.unroll(judged, starts)):
                 some = evenly_spread(starts.valid[..., depth])  # [B, S] bool
-                probs = self.target.logits(starts.take(judged.output.post_norm, offset=depth + 1)[some]).softmax(-1)
-                probs = probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
+                probs = self.target_probs(starts.take(judged.output.post_norm, offset=depth + 1)[some])
                 drafted = self.loss_spec(depth).draft_logits(hidden[some])
                 losses.append(losses_by_factor(drafted.float(), probs))
         parts = [torch.stack(losses)] * len(losses) if self.has_one_output else [loss[None] for loss in losses]
@@ -165,6 +164,11 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         """Multiply the draft logits of a fresh head by [K] factors, one per depth; all equal with has_one_output."""
+
+    def target_probs(self, post_norm: Tensor) -> Tensor:
+        """[n, D] -> [n, Vd] the target's probabilities of the tokens that can be drafted."""
+        probs = self.target.logits(post_norm).softmax(-1)
+        return probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
 
     def learning_rate_scales(self, step: int) -> dict[str, float]:
         """Factors on the learning rate at a step, by prefix of the parameters' names; 1 for all others."""
@@ -201,19 +205,15 @@ class DraftHead(nn.Module, Drafter, Expands):
         """The loss; named forward so that distributed wrappers see it."""
         return self.loss(batch, denominators)
 
-    def chain_starts(self, loss_mask: Tensor, *, num_depths: int | None = None) -> ChainStarts:
-        """The chains that decoding could run on rows with loss_mask [B, T]."""
-        return chain_starts(loss_mask, num_depths or self.num_depths)
-
     def read_target(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
         """What this head reads of the target on whole rows [B, T]."""
         return self.target.read_texts(input_ids, feature_layers=self.feature_layers, documents=documents)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        """The chains that a step trains on: all, unless the family samples some with torch's global generator.
-        The training loop seeds that generator by (seed, step, rank) and takes the step's denominators from the result.
-        """
-        return self.chain_starts(loss_mask)
+        """The chains that a step trains on, of rows with loss_mask [B, T]: all that decoding could run, unless the
+        family samples some with torch's global generator. The training loop seeds that generator by (seed, step, rank)
+        and takes the step's denominators from the result."""
+        return chain_starts(loss_mask, self.num_depths)
 
     def loss(
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
@@ -225,7 +225,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
             num_depths: K, at most max_draft_tokens; None: the number that the head is trained for.
         """
-        starts, config = batch.starts or self.chain_starts(batch.loss_mask, num_depths=num_depths), self.config
+        starts, config = batch.starts or chain_starts(batch.loss_mask, num_depths or self.num_depths), self.config
         depths, counts = range(starts.num_depths), starts.counts(batch.weights)  # [K]
         by_depth = depth_weights_of(config.depth_weights, decay=config.depth_decay, num_depths=len(depths))
         coefficients = mean_of(counts.new_tensor(by_depth), counts if denominators is None else denominators)
@@ -250,7 +250,7 @@ class DraftHead(nn.Module, Drafter, Expands):
             valid = starts.valid.flatten(0, 1).T  # [K, B * S]
             drafts.chain_weights = self._accepted_share(drafts, valid, labels.flatten(1), smoothing=config.dpace)
         loss = drafts.score()
-        guesses = drafts.guesses[..., 0].unflatten(1, starts.positions.shape)  # [K, B, S]
+        guesses = drafts.guesses.unflatten(1, starts.positions.shape)  # [K, B, S]
         hits = (guesses == labels).permute(1, 2, 0) & starts.valid  # [B, S, K]
         return LossOutput(loss, drafts.sums, counts, starts, hits)
 
@@ -295,7 +295,7 @@ class DraftHead(nn.Module, Drafter, Expands):
     @torch.no_grad()
     def teacher_forced_logits(self, batch: DraftBatch, *, num_depths: int | None = None) -> tuple[ChainStarts, Tensor]:
         """The chains and their fp32 draft logits [B, S, K, Vd], held all at once; num_depths as in `loss`."""
-        starts = self.chain_starts(batch.loss_mask, num_depths=num_depths)
+        starts = chain_starts(batch.loss_mask, num_depths or self.num_depths)
         logits = [self.draft_logits(h, depth).float() for depth, h in enumerate(self.unroll(batch, starts))]
         return starts, torch.stack(logits, 2)
 

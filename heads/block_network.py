@@ -16,7 +16,7 @@ from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, through_laye
 from .nn.dflash2 import CandidateSelector, only
 from .nn.kept import is_kept, layer_bytes
 from .nn.layers import RMSNorm, Rotary, llama_config
-from .nn.mask_token import default_mask_token
+from .nn.mask_token import mask_token_of
 from .nn.target_output import TargetOutput
 from .target import Target
 
@@ -73,8 +73,7 @@ class BlockConfig(HeadConfig):
 
     def resolved(self, target: Target) -> "BlockConfig":
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
-        token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
-        return replace(self, feature_layers=layers, mask_token_id=token)
+        return replace(self, feature_layers=layers, mask_token_id=mask_token_of(target, self.mask_token_id))
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -95,8 +94,6 @@ class BlockNetwork(DraftHead):
         super().__init__(config, target, draft_token_ids)
         self.config: BlockConfig = config
         self.mask_token = cast(int, config.mask_token_id)
-        if self.mask_token >= target.vocab_size:
-            raise BadInput(f"head.mask_token_id {self.mask_token}: the target has {target.vocab_size} tokens")
         self.max_draft_tokens = self.default_draft_tokens = config.num_depths
         self.first_slot = 0 if config.sample_from_anchor else 1  # the one that drafts depth 0
         self.llama = llama_config(target.config, config.architecture)
@@ -146,7 +143,7 @@ class BlockNetwork(DraftHead):
         return (self.target.output_layer if self.config.output == "shared" else self.lm_head).weight
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        every, config = self.chain_starts(loss_mask), self.config
+        every, config = super().training_starts(loss_mask), self.config
         return drawn_starts(every, most=config.num_blocks, narrow_share=config.narrow_share)
 
     def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:

@@ -139,8 +139,7 @@ class DraftLMHead(DraftHead):
     # training
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        starts = super().training_starts(loss_mask)
-        return self.config.drawn(starts) if self.config.parallel else starts
+        return self.config.drawn(super().training_starts(loss_mask))
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         norm = self.reader.final_norm

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, HeadConfig
 from .export.eagle import EagleServing
+from .loss.chains import chain_starts
 from .nn.layers import Rotary, llama_config, serving_keys
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead
@@ -94,21 +95,22 @@ class EagleHead(RecurrentHead):
     def fit(self, batches: Sequence[DraftBatch]) -> None:
         """Fit `fc` to map the embedding and the previous state, the target's or the head's own estimate, onto the
         target's next state. The layers add nothing at first."""
-        reads, wanted, at = list[Tensor](), list[Tensor](), list[Tensor]()
-        chains = [self.chain_starts(batch.loss_mask, num_depths=FITTED_DEPTHS) for batch in batches]
-        hidden, weight = [s.take(b.output.post_norm).float() for b, s in zip(batches, chains, strict=True)], None
+        chains = [chain_starts(batch.loss_mask, FITTED_DEPTHS) for batch in batches]
+        hidden = [starts.take(b.output.post_norm).float() for b, starts in zip(batches, chains, strict=True)]
+        reads, wanted = list[Tensor](), list[Tensor]()  # of all depths so far, [n, 2D] and [n, D] of each batch
         for depth in range(FITTED_DEPTHS):
-            for i, (batch, starts) in enumerate(zip(batches, chains, strict=True)):
+            inputs = list[Tensor]()  # [B, S, 2D]
+            for batch, starts, before in zip(batches, chains, hidden, strict=True):
                 embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1)).float()
-                reads.append(torch.cat([embedded, hidden[i]], -1))  # [B, S, 2D]
-                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1))
-                at.append(starts.valid[..., depth])
-            pairs = [torch.cat([x[some] for x, some in zip(side, at, strict=True)]) for side in (reads, wanted)]
-            weight = linear_map(*pairs)
+                inputs.append(torch.cat([embedded, before], -1))
+                at = starts.valid[..., depth]
+                reads.append(inputs[-1][at])
+                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
+            weight = linear_map(torch.cat(reads), torch.cat(wanted))
             if weight is None:
                 return
-            hidden = [x @ weight for x in reads[-len(batches) :]]
-        self.fc.weight.copy_(cast(Tensor, weight).T)
+            self.fc.weight.copy_(weight.T)
+            hidden = [x @ weight for x in inputs]
         self.fc.bias.zero_()
         for layer in self.decoder_layers:
             nn.init.zeros_(layer.self_attn.o_proj.weight)

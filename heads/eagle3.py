@@ -37,7 +37,8 @@ from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, w
 from .nn.parallel import ParallelConfig, behind, last_and_behind
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
-from .start.eagle3 import OUTPUT_GAIN, fit_start
+from .start.closed_form import OUTPUT_GAIN
+from .start.eagle3 import fit_start
 from .target import Target
 
 
@@ -225,8 +226,7 @@ class Eagle3Head(RecurrentHead):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        starts = super().training_starts(loss_mask)
-        return self.config.drawn(starts) if self.config.parallel else starts
+        return self.config.drawn(super().training_starts(loss_mask))
 
     def drafted_tokens(self, tokens: Tensor) -> Tensor:
         return tokens if self.mask_token is None else torch.full_like(tokens, self.mask_token)

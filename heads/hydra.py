@@ -40,10 +40,9 @@ class HydraState:
     """The state of drafting."""
 
     cache: SlotCache | None  # the prefix layer's keys and values, by position; None without prefix attention
-    max_length: int
     hidden: Tensor  # [B, 1, D] the target's state at the last position it has read, or the prefix layer's output there
-    next_ids: Tensor  # [B, 1] the token that follows it, committed but not yet read
-    path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from next_ids up to it
+    anchor: Tensor  # [B, 1] the token that follows it
+    path: Tensor  # [B, F, n] for each token of the last expansion, all tokens from the anchor up to it
 
 
 class HydraHead(BlocksHead):
@@ -95,9 +94,11 @@ class HydraHead(BlocksHead):
             x = torch.cat([x, self._cast(embedded)], -1)  # [B, S, (depth + 2) * D]
             yield x
 
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        for depth, x in enumerate(self.inputs(batch, starts)):
-            yield self.blocks[depth](x)
+    def blocks_of(self, depth: int) -> nn.Module:
+        return self.blocks[depth]
+
+    def output_of(self, depth: int) -> nn.Module:
+        return self.lm_heads[depth]
 
     def set_map(self, depth: int, weight: Tensor) -> None:
         self._skip(depth).weight.copy_(weight.T)
@@ -111,33 +112,30 @@ class HydraHead(BlocksHead):
         """The skip connection of a depth's first block; a fresh head's other blocks are the identity."""
         return cast(nn.Linear, cast(nn.Sequential, self.blocks[depth])[0].skip)
 
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.restricted_logits(hidden) if self.has_one_output else self.lm_heads[depth](hidden)
-
     def begin(self, *, batch_size: int, max_length: int) -> HydraState:
         cache = SlotCache(num_layers=1, max_length=max_length) if self.config.prefix_attention else None
         ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self._weight.device)
         hidden = self._weight.new_zeros(batch_size, 1, self.target.hidden_size)
-        return HydraState(cache, max_length, hidden, ids, ids[..., None])
+        return HydraState(cache, hidden, ids, ids[..., None])
 
     @torch.no_grad()
     def commit(self, state: HydraState, read: Reading) -> None:
         state.hidden = self._cast(read.output.at(read.last).post_norm)  # [B, 1, D]
-        state.next_ids = read.next_tokens.gather(1, read.last[:, None])
+        state.anchor = read.next_tokens.gather(1, read.last[:, None])
         if self.prefix is None or state.cache is None:
             return
-        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
-        states, last = self._cast(read.output.post_norm), positions.gather(1, read.last[:, None])  # [B, Q, D], [B, 1]
-        state.cache.seek(positions, extent=state.max_length)
-        rotary = self.rotary(positions, like=states, num_positions=state.max_length)
+        states, positions, last = self._cast(read.output.post_norm), read.positions, (read.start + read.last)[:, None]
+        num_slots = state.cache.max_length
+        state.cache.seek(positions, extent=num_slots)
+        rotary = self.rotary(positions, like=states, num_positions=num_slots)
         keys, values = state.cache.update(*self.prefix.keys_values(states, rotary), 0)
         context = Context(keys, values, state.cache.mask(last, dtype=keys.dtype))
-        rotary = self.rotary(last, like=states, num_positions=state.max_length)
+        rotary = self.rotary(last, like=states, num_positions=num_slots)
         state.hidden = self.prefix(state.hidden, state.hidden, rotary, context)
 
     @torch.no_grad()
     def first_logits(self, state: HydraState) -> Tensor:
-        state.path = state.next_ids[..., None]  # [B, 1, 1]
+        state.path = state.anchor[..., None]  # [B, 1, 1]
         return self._score(state, 0)[:, 0]
 
     @torch.no_grad()
@@ -155,10 +153,3 @@ class HydraHead(BlocksHead):
         embedded = embedded.reshape(num_rows, num_nodes, -1)  # [B, F, (depth + 1) * D]
         x = torch.cat([state.hidden.expand(-1, num_nodes, -1), embedded], -1)
         return self.draft_logits(self.blocks[depth](x), depth)
-
-    @property
-    def _weight(self) -> Tensor:
-        return next(self.blocks.parameters())
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self._weight.dtype)

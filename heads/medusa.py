@@ -15,7 +15,7 @@ from .adapters import TargetAdapter
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
 from .drafter import Reading
 from .export.medusa import MedusaServing
-from .loss.chains import mean_of
+from .loss.chains import chain_starts, mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec, output_layer_rows
 from .start.closed_form import linear_map
@@ -76,6 +76,21 @@ class BlocksHead(DraftHead):
         """For each depth, the input of its blocks [B, S, in]."""
         raise NotImplementedError
 
+    def blocks_of(self, depth: int) -> nn.Module:
+        """The residual blocks of a depth."""
+        raise NotImplementedError
+
+    def output_of(self, depth: int) -> nn.Module:
+        """The output layer of a depth, where each has its own."""
+        raise NotImplementedError
+
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        for depth, x in enumerate(self.inputs(batch, starts)):
+            yield self.blocks_of(depth)(x)
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.restricted_logits(hidden) if self.has_one_output else self.output_of(depth)(hidden)
+
     def set_map(self, depth: int, weight: Tensor) -> None:
         """Initialise a depth so that its logits are those of the target's output layer on inputs @ weight [in, D]."""
         raise NotImplementedError
@@ -86,7 +101,7 @@ class BlocksHead(DraftHead):
         for depth in range(self.num_depths):
             reads, wanted = list[Tensor](), list[Tensor]()
             for batch in batches:
-                starts = self.chain_starts(batch.loss_mask)
+                starts = chain_starts(batch.loss_mask, self.num_depths)
                 at = starts.valid[..., depth]
                 reads.append(next(islice(self.inputs(batch, starts), depth, None))[at])
                 wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
@@ -100,6 +115,13 @@ class BlocksHead(DraftHead):
         layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
         layer.load_state_dict(source)
         return layer
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self.blocks_of(0).parameters())
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self._weight.dtype)
 
 
 @dataclass(kw_only=True)
@@ -135,7 +157,7 @@ class MedusaConfig(BlocksConfig):
 class MedusaState:
     """The state of drafting."""
 
-    hidden: Tensor | None = None  # [B, D] the target's post-norm state at the last position it has read
+    hidden: Tensor  # [B, D] the target's post-norm state at the last position it has read
 
 
 class MedusaHead(BlocksHead):
@@ -194,41 +216,40 @@ class MedusaHead(BlocksHead):
         return replace(out, loss=own + self.config.head_weight * out.loss)
 
     def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        yield from repeat(starts.take(batch.output.post_norm), starts.num_depths)
+        yield from repeat(self._cast(starts.take(batch.output.post_norm)), starts.num_depths)
+
+    def blocks_of(self, depth: int) -> nn.Module:
+        return self._parts(depth)[: self.config.num_blocks]
+
+    def output_of(self, depth: int) -> nn.Module:
+        return self._parts(depth)[-1]
 
     def set_map(self, depth: int, weight: Tensor) -> None:
         if self.config.output == "own":  # the blocks are the identity
-            layer = cast(nn.Linear, self._parts(depth)[-1])
+            layer = cast(nn.Linear, self.output_of(depth))
             rows = output_layer_rows(self.target.output_layer, self.vocabulary)["weight"]
             layer.weight.copy_(rows.float() @ weight.T)
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         """Scale each head's own output layer; a shared one cannot be scaled."""
         for depth, factor in enumerate(factors if self.config.output == "own" else []):
-            for parameter in self._parts(depth)[-1].parameters():
+            for parameter in self.output_of(depth).parameters():
                 parameter.mul_(factor)
 
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        for k, hidden in enumerate(self.inputs(batch, starts)):
-            yield self._blocks(hidden, k)
-
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.restricted_logits(hidden) if self.has_one_output else self._parts(depth)[-1](hidden)
-
     def begin(self, *, batch_size: int, max_length: int) -> MedusaState:
-        return MedusaState()
+        return MedusaState(self._weight.new_zeros(batch_size, self.target.hidden_size))
 
     def commit(self, state: MedusaState, read: Reading) -> None:
-        state.hidden = read.output.at(read.last).post_norm[:, 0]  # [B, D]
+        state.hidden = self._cast(read.output.at(read.last).post_norm[:, 0])  # [B, D]
 
     @torch.no_grad()
     def first_logits(self, state: MedusaState) -> Tensor:
-        return self.draft_logits(self._blocks(cast(Tensor, state.hidden), 0), 0)  # [B, V]
+        return self.draft_logits(self.blocks_of(0)(state.hidden), 0)  # [B, Vd]
 
     @torch.no_grad()
     def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
         """Heads do not read drafted tokens: all nodes of a depth share its scores."""
-        logits = self.draft_logits(self._blocks(cast(Tensor, state.hidden), depth), depth)  # [B, V]
+        logits = self.draft_logits(self.blocks_of(depth)(state.hidden), depth)  # [B, Vd]
         return logits[:, None].expand(-1, tokens.shape[1], -1)
 
     def _target_loss(self, batch: DraftBatch) -> Tensor:
@@ -253,11 +274,7 @@ class MedusaHead(BlocksHead):
             teacher_hidden=teacher[supervised],
             weights=None if batch.weights is None else batch.weights[:, 1:][supervised],
             size=chunk_size(2 * self.target.vocab_size, states.device),
-        )[0]
+        )
 
     def _parts(self, k: int) -> nn.Sequential:
         return cast(nn.Sequential, self.get_submodule(str(k)))
-
-    def _blocks(self, hidden: Tensor, k: int) -> Tensor:
-        blocks = self._parts(k)[: self.config.num_blocks]
-        return blocks(hidden.to(next(blocks.parameters()).dtype))

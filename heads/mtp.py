@@ -27,6 +27,7 @@ from .decoders.cache import SlotCache, in_steps, newest_slots, seen_by_children
 from .drafter import Reading
 from .export.mtp import MtpServing
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
+from .loss.chains import chain_starts
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
 from .nn.kept import is_kept, layer_bytes, recomputed
 from .nn.layers import llama_config
@@ -156,7 +157,7 @@ class MtpHead(DraftHead):
         entering = [read(b.input_ids, feature_layers=layers, documents=b.documents).features[:, :, 0] for b in batches]
         for depth in range(len(self.lanes) if is_many else FITTED_DEPTHS):
             for batch, states in zip(batches, entering, strict=True):
-                starts = self.chain_starts(batch.loss_mask, num_depths=depth + 1)
+                starts = chain_starts(batch.loss_mask, depth + 1)
                 at, hidden = starts.valid[..., depth], starts.take(self._cast(batch.output.post_norm))
                 *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # the previous depth's output
                 embedded = self._cast(self.target.embed(starts.take(batch.input_ids, offset=depth + 1)))
@@ -222,7 +223,7 @@ class MtpHead(DraftHead):
 
     @torch.no_grad()
     def commit(self, state: MtpState, read: Reading) -> None:
-        positions = read.start[:, None] + torch.arange(read.tokens.shape[1], device=read.start.device)  # [B, Q]
+        positions = read.positions  # [B, Q]
         rows, num_kept = torch.arange(len(positions), device=positions.device), state.committed.shape[2]
         state.root = read.start + read.last
         state.extent = read.extent + len(self.lanes) - 1 if read.extent else state.cache.max_length

@@ -135,16 +135,14 @@ class Drafts:
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
     align_top_k: int | None = None  # as in HeadConfig
     chain_weights: Tensor | None = None  # [K, N] factor on the loss of each depth of each chain; None: all 1
-    num_guesses: int = 1  # number of most probable tokens to return, at least align_top_k
 
     def __post_init__(self) -> None:
         self.with_gradients = torch.is_grad_enabled()
-        self.num_guesses = max(self.num_guesses, self.align_top_k or 1)
+        shape = len(self.hidden), len(self.hidden[0])
         self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] sums of weighted losses
-        # [K, N, num_guesses] the most probable target ids; -1 where a chain is not scored
-        self.guesses = self.labels.new_full((len(self.hidden), len(self.hidden[0]), self.num_guesses), -1)
-        self.values = self.coefficients.new_zeros(len(self.hidden), len(self.hidden[0]))  # [K, N] losses; 0: not scored
-        self.aligned = torch.ones_like(self.guesses[0, :, 0], dtype=torch.bool)  # [N]
+        self.guesses = self.labels.new_full(shape, -1)  # [K, N] the most probable target id; -1: not scored
+        self.values = self.coefficients.new_zeros(shape)  # [K, N] losses; 0: not scored
+        self.aligned = torch.ones_like(self.guesses[0], dtype=torch.bool)  # [N]
         self.hidden_grads = [torch.zeros_like(states) for states in self.hidden] if self.with_gradients else []
         self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
 
@@ -204,17 +202,18 @@ class Drafts:
     def _score_depth(
         self, depth: int, chains: Tensor, drafted: Rows, logits: Tensor, weights: Tensor | None, *, out: Tensor | None
     ) -> Tensor | None:
-        """Record the values and guesses of one depth's chains [n], and which of them stay aligned.
+        """Record the values and best guesses of one depth's chains [n], and which of them stay aligned.
 
         Args: logits: [n, Vd]. weights: [n]. out: [n, Vd] receives the gradient of the logits; None: it is not wanted.
         Returns: [n, D] the gradient of the predicted states, where a loss is of these.
         """
         scale, of_state = self.coefficients[depth] if weights is None else weights * self.coefficients[depth], None
+        num_guesses = self.align_top_k or 1
         if out is not None and all(name in CLOSED for name in drafted.spec.mix):
-            values, guesses = closed_mix(drafted, logits, scale, num_guesses=self.num_guesses, out=out)
+            values, guesses = closed_mix(drafted, logits, scale, num_guesses=num_guesses, out=out)
         else:
             drafted.draft_logits = logits.float()  # computed already
-            guesses = drafted.best(self.num_guesses)
+            guesses = drafted.best(num_guesses)
             if out is None:
                 values = mix_of(drafted)
             else:
@@ -223,7 +222,7 @@ class Drafts:
         guesses = guesses if vocabulary is None else vocabulary.to_target[guesses]
         self.values[depth, chains] = values.detach()
         self.sums[depth] += (values if weights is None else values * weights).sum()
-        self.guesses[depth, chains] = guesses
+        self.guesses[depth, chains] = guesses[:, 0]
         if self.align_top_k is not None:  # a chain stays aligned while the data's token is among the guesses
             self.aligned[chains] &= (guesses == drafted.labels[:, None]).any(-1)
         return of_state
@@ -235,7 +234,7 @@ class Drafts:
         with torch.enable_grad():
             values = mix_of(rows)
             of_logits, of_hidden, *of_parameters = torch.autograd.grad(
-                (values * scale).sum(), [*leaves, *self.parameters], allow_unused=True, materialize_grads=False
+                (values * scale).sum(), [*leaves, *self.parameters], allow_unused=True
             )
         self._add(of_parameters)
         return values.detach(), 0.0 if of_logits is None else of_logits, of_hidden
@@ -278,16 +277,14 @@ def summed_loss(
     labels: Tensor,
     teacher_hidden: Tensor,
     weights: Tensor | None = None,
-    num_guesses: int = 1,
     size: int,
-) -> tuple[Tensor, Tensor]:
-    """A mix summed over rows of one depth, and the draft's best guesses; the output layer gets no gradient.
+) -> Tensor:
+    """A mix summed over rows of one depth, a scalar in fp32; the output layer gets no gradient.
 
     Args: as in `Drafts`, with N rows each. size: rows per chunk, see `chunk_size`.
-    Returns: the sum (scalar, fp32) and [N, num_guesses] target ids, the most probable first.
     """
     rows = torch.arange(len(hidden), device=hidden.device)[None]
-    drafts = Drafts(
+    return Drafts(
         hidden=[hidden],
         specs=[spec],
         coefficients=torch.ones(1, device=hidden.device),
@@ -295,6 +292,4 @@ def summed_loss(
         labels=labels,
         weights=weights,
         plan=plan_rows(rows, torch.ones_like(rows, dtype=torch.bool), size=size),
-        num_guesses=num_guesses,
-    )
-    return drafts.score(), drafts.guesses[0]
+    ).score()

@@ -151,7 +151,7 @@ class Rows:
         return self.spec.select(self.hidden, self.draft_logits.gather(-1, self.candidates), self.candidates).float()
 
     def best(self, num_guesses: int) -> Tensor:
-        """[n, num_guesses] draft ids that are drafted first, best first."""
+        """[n, num_guesses] draft ids that are drafted first, best first; of a selector, no more than its candidates."""
         if self.spec.select is None:
             return best_guesses(self.draft_logits, num_guesses)
         with torch.no_grad():

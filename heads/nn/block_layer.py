@@ -52,10 +52,6 @@ class BlockLayer(nn.Module):
             for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
                 nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
 
-    def keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Fused features [B, T, D], which the layer does not normalise -> keys and values [B, Nkv, T, H]."""
-        return self.self_attn.keys_values(context, rotary)
-
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, num_blocks: int = 1) -> Tensor:
         """The slots of S blocks [B, W * S, D] -> [B, W * S, D]."""
         mixed = self.mixed(hidden, rotary, attend, num_blocks=num_blocks)
@@ -123,8 +119,9 @@ def through_layers(
     """
 
     def mixed(layer: BlockLayer, hidden: Tensor, context: Tensor) -> Tensor:
-        how = {"context": layer.keys_values(context, of_context), "sight": sight, "sees_slots": sees_slots}
-        return layer.mixed(hidden, of_slots, partial(attend_blocks, **how), num_blocks=num_blocks)
+        keys_values = layer.self_attn.keys_values(context, of_context)
+        attend = partial(attend_blocks, context=keys_values, sight=sight, sees_slots=sees_slots)
+        return layer.mixed(hidden, of_slots, attend, num_blocks=num_blocks)
 
     run, num_blocks = call if is_kept else recomputed, sight.last.shape[1]
     for layer in layers:
@@ -150,7 +147,7 @@ def write_context(
         return
     turned = rotary(positions, like=context, num_positions=cache.max_length)
     for i, layer in enumerate(layers):
-        cache.update(*layer.keys_values(context, turned), i)
+        cache.update(*layer.self_attn.keys_values(context, turned), i)
 
 
 def draft_block(

@@ -14,6 +14,14 @@ ROWS = 8192  # of the table, that are measured at a time
 PLAIN = (0.2, 5.0)  # acceptable norms of an embedding, relative to the median norm
 
 
+def mask_token_of(target: Target, chosen: int | None) -> int:
+    """The mask token's id: the chosen one, else the default. Raises BadInput if the target has no such token."""
+    token = default_mask_token(target) if chosen is None else chosen
+    if token >= target.vocab_size:
+        raise BadInput(f"head.mask_token_id {token}: the target has {target.vocab_size} tokens")
+    return token
+
+
 def default_mask_token(target: Target) -> int:
     """The id of the first token with an embedding of ordinary size (PLAIN) among: the tokenizer's mask token, ids that
     the tokenizer does not use, padding, end of text, all others."""

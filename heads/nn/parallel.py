@@ -15,7 +15,7 @@ from ..base import HeadConfig
 from ..loss.chains import ChainStarts, drawn_starts
 from ..target import Target
 from .documents import Documents
-from .mask_token import default_mask_token
+from .mask_token import mask_token_of
 from .masks import visibility_mask
 
 
@@ -41,15 +41,12 @@ class ParallelConfig(HeadConfig):
 
     def mask_token(self, target: Target) -> int | None:
         """The mask token's id; None without `parallel`. Raises BadInput if the target has no such token."""
-        if not self.parallel:
-            return None
-        token = default_mask_token(target) if self.mask_token_id is None else self.mask_token_id
-        if token >= target.vocab_size:
-            raise BadInput(f"head.mask_token_id {token}: the target has {target.vocab_size} tokens")
-        return token
+        return mask_token_of(target, self.mask_token_id) if self.parallel else None
 
     def drawn(self, starts: ChainStarts) -> ChainStarts:
-        """The chains that a step trains on: num_blocks per row, fewer of them at greater depths (COD)."""
+        """The chains that a step trains on: if `parallel`, num_blocks per row, fewer at greater depths (COD)."""
+        if not self.parallel:
+            return starts
         starts = drawn_starts(starts, most=self.num_blocks)
         depths = torch.arange(starts.num_depths, device=starts.positions.device)
         shares = (self.depth_share**depths).clamp(min=self.depth_least)  # [K]

@@ -24,11 +24,9 @@ from ..loss.chains import ChainStarts
 from ..nn.batch import DraftBatch
 from ..nn.block_layer import MarkovHead
 from ..nn.layers import Attention
-from .closed_form import ridge, ridge_of
-from .eagle3 import FARTHEST, SCALE, best_scale, fresh_size, rms
+from .closed_form import FARTHEST, OUTPUT_GAIN, SCALE, best_scale, final_gain, fresh_size, ridge, ridge_of, rms
 
 SHRINKS = 4.0  # occurrences of a token at which its estimate is shrunk by half
-OUTPUT_GAIN = 3.0  # factor on the output norm and divisor of an own output layer, whose smaller rows learn faster
 LARGER = 16.0  # least size of the output projection's result relative to the layer's input
 MOST_GAIN = 2.0  # gain of the norms of queries and keys
 ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
@@ -38,8 +36,7 @@ Known = Callable[[Tensor], Tensor]  # token ids [n] -> [n, D] the Markov head's 
 @torch.no_grad()
 def fit_block(head: BlockNetwork, batches: Iterable[DraftBatch]) -> None:
     """Initialise a head from the first batches. Raises: BadInput if they have too few supervised tokens."""
-    gain = head.target.final_norm_scale().float()
-    by, chosen = gain.where(gain.abs() > 1e-3, torch.inf), chosen_blocks(head, batches)
+    (gain, by), chosen = final_gain(head.target), chosen_blocks(head, batches)
     states = torch.cat([taken(batch, batch.output.post_norm, 1) for batch in chosen]).float() / by  # [n, D] at t + 1
     if len(states) < (least := 2 * head.target.hidden_size):
         raise BadInput(f"head.start fitted: {len(states)} supervised tokens, needs {least}; else random")
@@ -189,10 +186,8 @@ def scale_logits(head: BlockNetwork, batch: DraftBatch) -> None:
             continue
         some = torch.linspace(0, int(valid.sum()) - 1, 64, device=valid.device).long()
         drafted.append(head.slot_logits(hidden[valid][some]).float())
-        probs.append(head.target.logits(taken(batch, batch.output.post_norm, depth + 1)[some]).softmax(-1))
-    target_probs = torch.cat(probs)
-    target_probs = target_probs if head.vocabulary is None else target_probs[:, head.vocabulary.to_target]
-    head.norm.weight.mul_(scale := best_scale(torch.cat(drafted), target_probs))
+        probs.append(head.target_probs(taken(batch, batch.output.post_norm, depth + 1)[some]))
+    head.norm.weight.mul_(scale := best_scale(torch.cat(drafted), torch.cat(probs)))
     if head.markov_head is not None:
         head.markov_head.markov_w2.weight.mul_(scale)
     if (rows := head.output_rows()).requires_grad:

@@ -24,6 +24,11 @@ FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
 SLACK = 0.01  # nats above the least loss that a factor may have
 MARGIN = 0.25  # nats by which the loss of other rows may exceed the measured one
 STRENGTH = 1e-2  # of the ridge penalty, relative to the mean square of the inputs
+SCALE = 2.0  # size of fitted weights relative to a new nn.Linear; larger weights change relatively less per step
+FARTHEST = 512  # largest distance in tokens for which queries that look at one position are checked
+# an output norm's gain is multiplied by this and a trained output layer divided by it: the logits are the same, and the
+# layer's smaller rows learn faster
+OUTPUT_GAIN = 3.0
 
 
 def num_fitted(hidden_size: int) -> int:
@@ -117,3 +122,25 @@ def scale_norm(norm: nn.Module, factor: float) -> None:
     if weight is None:  # as OLMo's, which has no gain
         return
     weight.add_((factor - 1) * norm(torch.ones_like(weight)[None])[0])  # a norm maps the all-ones vector to its gain
+
+
+def final_gain(target: Target) -> tuple[Tensor, Tensor]:
+    """[D] twice, fp32: the gain of the final norm; and what post-norm states are divided by to be without it, infinite
+    where it nearly removes a channel."""
+    gain = target.final_norm_scale()
+    return gain, gain.where(gain.abs() > 1e-3, torch.inf)
+
+
+def best_scale(logits: Tensor, probs: Tensor) -> float:
+    """The factor in 0.1, 0.2, ..., 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
+    scales = [i / 10 for i in range(1, 11)]
+    return min(scales, key=lambda scale: -float((probs * (scale * logits).log_softmax(-1)).sum()))
+
+
+def fresh_size(linear: nn.Linear) -> float:
+    """The root mean square of the weights of a newly created nn.Linear of this size."""
+    return (3 * linear.in_features) ** -0.5
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt().clamp_min(1e-9))

@@ -21,16 +21,20 @@ from torch import Tensor, nn
 from ...configs.errors import BadInput
 from ..nn.batch import DraftBatch
 from ..nn.layers import Attention
-from .closed_form import ridge
+from .closed_form import (
+    FARTHEST,
+    FITTED_DEPTHS,
+    OUTPUT_GAIN,
+    SCALE,
+    best_scale,
+    final_gain,
+    fresh_size,
+    ridge,
+    rms,
+)
 from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
 
-NUM_DEPTHS = 3  # depths that the regression covers
 NATS = 8.0  # by which the score of a query's own position exceeds that of any other
-SCALE = 2.0  # size of the weights relative to a new nn.Linear; larger weights change relatively less per step
-FARTHEST = 512  # largest distance in tokens for which this is checked
-# the norm's gain is multiplied by this and `lm_head` divided by it: the logits are the same, and the smaller rows of
-# `lm_head` learn faster
-OUTPUT_GAIN = 3.0
 
 
 def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
@@ -38,8 +42,7 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
 
     Raises: BadInput if `start: fitted` was requested and there are too few positions."""
     target, first = head.target, head.decoder_layers[0]
-    gain = target.final_norm_scale().float()
-    by = gain.where(gain.abs() > 1e-3, torch.inf)
+    gain, by = final_gain(target)
     read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
     positions = positions_of(read)
     if len(positions.states) < (least := 2 * target.hidden_size):
@@ -63,8 +66,7 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
         head.lm_head.weight.sub_((rows - code.cleared(rows)) / by.cpu())
     first.mlp.down_proj.weight.zero_()
     some = torch.linspace(0, len(predicted) - 1, 256).long()
-    probs = target.logits(positions.following[some].to(gain) * gain).softmax(-1).cpu()
-    probs = probs if head.vocabulary is None else probs[:, head.vocabulary.to_target.cpu()]
+    probs = head.target_probs(positions.following[some].to(gain) * gain).cpu()
     head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[some], 0), probs))
     head.lm_head.weight.div_(OUTPUT_GAIN)
 
@@ -187,7 +189,7 @@ Entries = Callable[[Tensor, Tensor], Tensor]  # indices [n] and predicted states
 def regressed_along_chains(
     hidden: Tensor, goes_on: Tensor, inputs_at: Entries, missing_of: Entries
 ) -> tuple[Tensor, Tensor]:
-    """The map [in, D] from a layer's inputs to what it is to add, over NUM_DEPTHS depths of chains: each depth reads
+    """The map [in, D] from a layer's inputs to what it is to add, over FITTED_DEPTHS depths of chains: each depth reads
     the states that the map fitted to the depths before it predicts.
 
     Args: hidden: [n, D] states that depth 0 reads. goes_on: [n] whether the next entry follows in the same row.
@@ -196,7 +198,7 @@ def regressed_along_chains(
     index = torch.arange(len(hidden))
     inputs, missing = [inputs_at(index, hidden)], [missing_of(index, hidden)]
     change = ridge(inputs[0], missing[0])
-    for _ in range(NUM_DEPTHS - 1):
+    for _ in range(FITTED_DEPTHS - 1):
         follows = goes_on[index]
         hidden, index = (hidden + inputs[-1] @ change)[follows], index[follows] + 1
         inputs.append(inputs_at(index, hidden))
@@ -218,22 +220,19 @@ def low_rank(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return weight @ directions, directions
 
 
-def look_at_itself(
-    attention: Attention, constant: Tensor, frequencies: Tensor, *, key_heads: Tensor | None = None
-) -> None:
-    """Make the first query head of each key head attend only to its own position, with the faster half of the channels.
+def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor, *, key_heads: Tensor) -> None:
+    """Make the first query head of each of these key heads attend only to its own position, with the faster channels.
 
     Its queries and keys are the same for all tokens, so only the rotation matters.
-    Args: constant: [in] a linear map of the projections' input to about 1. key_heads: None: of all.
+    Args: constant: [in] a linear map of the projections' input to about 1.
     """
-    which = torch.arange(attention.num_kv_heads) if key_heads is None else key_heads
     pairs = max(len(frequencies) // 2, min(len(frequencies), 8))
     sizes, angle = own_position(frequencies[:pairs])
     sizes = (sizes * math.sqrt(attention.head_dim)).sqrt()[:, None] * constant  # [pairs, in]
     low, high = torch.arange(pairs), torch.arange(pairs) + attention.head_dim // 2
     keys = attention.k_proj.weight.unflatten(0, (attention.num_kv_heads, -1))
     queries = attention.q_proj.weight.unflatten(0, (attention.num_kv_heads, -1, attention.head_dim))[:, 0]
-    for i in which.tolist():
+    for i in key_heads.tolist():
         keys[i, low], keys[i, high] = sizes, 0.0
         queries[i] = 0.0
         queries[i, low], queries[i, high] = math.cos(angle) * sizes, math.sin(angle) * sizes
@@ -250,18 +249,3 @@ def own_position(frequencies: Tensor) -> tuple[Tensor, float]:
             best = max(best, (gap, sizes, angle), key=lambda candidate: candidate[0])
     gap, sizes, angle = best
     return NATS / max(gap, 0.05) * sizes, angle
-
-
-def best_scale(logits: Tensor, probs: Tensor) -> float:
-    """The factor in 0.1, 0.2, ..., 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
-    scales = [i / 10 for i in range(1, 11)]
-    return min(scales, key=lambda scale: -float((probs * (scale * logits).log_softmax(-1)).sum()))
-
-
-def fresh_size(linear: nn.Linear) -> float:
-    """The root mean square of the weights of a newly created nn.Linear of this size."""
-    return (3 * linear.in_features) ** -0.5
-
-
-def rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt().clamp_min(1e-9))

@@ -195,7 +195,7 @@ def test_a_text_learned_by_heart_is_drafted_whole(target, sample_from_anchor):
 def test_a_narrow_block_in_training_is_the_block_of_a_smaller_k(target, make_batch):
     head = built(target, num_depths=4, markov_rank=8)
     batch = make_batch(target, head)
-    starts = head.chain_starts(batch.loss_mask)
+    starts = chain_starts(batch.loss_mask, head.num_depths)
     starts = replace(starts, widths=torch.full_like(starts.positions, 2))
     narrow = torch.stack([head.draft_logits(h, k) for k, h in enumerate(head.unroll(batch, starts))][:2], 2)
     small, wanted = head.teacher_forced_logits(batch, num_depths=2)

@@ -5,6 +5,7 @@ import torch
 from formulas import attention, check_formulas, mlp, rms
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
+from headstart.heads.base import chain_starts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import StaticTree
 from headstart.heads.eagle3 import Eagle3Config
@@ -119,7 +120,7 @@ def test_it_looks_deeper_than_it_was_trained_and_leaves_its_config(target, head,
     torch.testing.assert_close(deeper[:, :, :4], logits)
     out = head.loss(batch, num_depths=6)
     assert out.depth_loss.shape == (6,) and out.hits.shape == deeper.shape[:3]
-    assert torch.equal(out.starts.valid, head.chain_starts(batch.loss_mask, num_depths=6).valid)
+    assert torch.equal(out.starts.valid, chain_starts(batch.loss_mask, 6).valid)
     assert head.config.as_dict() == before
     config = Eagle3Config()
     assert build_head(config, target).config.feature_layers == list(config.resolved(target).feature_layers or ())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from headstart.eval.decoding import generate
-from headstart.heads.base import DraftBatch
+from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.block_network import BlockConfig
 from headstart.heads.export.write import export_head
 from headstart.heads.loss.calibration import ConfidenceLine, count_accepted, fit_confidence
@@ -95,7 +95,7 @@ def test_what_is_fitted_is_what_decoding_estimates(on_disk):
     ids = torch.tensor([prompt + text.token_ids[0]])
     mask = torch.arange(ids.shape[1])[None] >= len(prompt)
     batch = DraftBatch(ids, mask, on_disk.forward(ids, feature_layers=head.feature_layers))
-    starts = head.chain_starts(batch.loss_mask)
+    starts = chain_starts(batch.loss_mask, head.num_depths)
     logits = head.taught_confidence(batch, starts).detach()
     assert starts.positions[0, 0] == len(prompt) - 1 and logits.shape == starts.valid.shape
     estimate = text.rounds[1].estimates[0][0]

@@ -67,7 +67,7 @@ def test_the_closed_form_is_autograds(mix, target):
     )
     hidden, teacher = states(target, 2).requires_grad_(), states(target, 3)
     labels = torch.arange(12)
-    value, _ = summed_loss(hidden, spec, labels=labels, teacher_hidden=teacher, size=5)
+    value = summed_loss(hidden, spec, labels=labels, teacher_hidden=teacher, size=5)
     rows = Rows(spec, hidden, labels, TargetRows(spec, teacher))
     wanted = torch.stack([weight * ALL_LOSSES[name](rows) for name, weight in mix.items()]).sum()
     torch.testing.assert_close(value, wanted)

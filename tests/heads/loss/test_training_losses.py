@@ -180,7 +180,9 @@ def test_unsmoothed_dpace_of_cross_entropy_climbs_the_expected_acceptance(target
     """Its gradient is that of minus the sum over depths of the probability that all before and there are right."""
     head = trained_looking("eagle3", target, num_depths=3, loss={"hard_ce": 1.0}, dpace=0.0, depth_decay=1.0)
     batch = make_batch(target, head)
-    starts = head.chain_starts(batch.loss_mask)  # of these the whole ones, so that the counts of all depths are alike
+    starts = chain_starts(
+        batch.loss_mask, head.num_depths
+    )  # of these the whole ones, so that the counts of all depths are alike
     batch.starts = starts = ChainStarts(starts.positions, starts.valid & starts.valid[..., -1:], has_gaps=True)
     head.loss(batch).loss.backward()
     grads = {name: parameter.grad for name, parameter in head.named_parameters()}
@@ -231,6 +233,15 @@ def test_alignment_counts_the_chains_whose_tokens_were_guessed(top_k, cut, targe
     assert torch.equal(out.depth_count, starts.counts()), "denominators stay"
     everything = trained_looking("eagle3", target, ids=cut, num_depths=3).loss(batch)
     assert torch.equal(out.hits, everything.hits), "alignment changes the loss, not what is measured"
+
+
+def test_of_a_selector_a_chain_stays_aligned_while_its_tokens_are_among_the_candidates(target, make_batch):
+    selector = {"num_depths": 3, "markov_rank": 0, "selector_rank": 4, "selector_top_k": 4}
+    sums = []
+    for top_k in (4, 6, None):
+        head = trained_looking("block", target, align_top_k=top_k, **selector)
+        sums.append(head.loss(make_batch(target, head)).depth_loss)
+    assert torch.equal(sums[0], sums[1]) and (sums[1][1:] < sums[2][1:]).all()
 
 
 # The config

@@ -45,7 +45,8 @@ def test_one_query_head_of_each_group_looks_at_its_own_position(target):
     read[..., 5], constant = 1.0, torch.zeros(2 * target.hidden_size)
     constant[5] = 1.0
     with torch.no_grad():
-        look_at_itself(attention, constant, head.rotary.frequencies)
+        key_heads = torch.arange(attention.num_kv_heads)
+        look_at_itself(attention, constant, head.rotary.frequencies, key_heads=key_heads)
     rotary = head.rotary(torch.arange(200)[None], like=read, num_positions=200)
     keys, queries = attention.keys_values(read, rotary)[0], attention.queries(read, rotary)
     scores = queries[:, :: attention.num_heads // attention.num_kv_heads] @ keys.transpose(-1, -2)
