@@ -184,7 +184,7 @@ def estimated_peak(shape: Shape, *, device: str = "cuda", gpu_bytes: int = GPU_B
         with unset_fake_temporarily():
             plan = starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
         chains, positions = (mode.from_tensor(tensor) for tensor in (plan.chains, plan.positions))
-        prepared.made = ChunkPlan(positions, chains, plan.sizes, plan.size)
+        prepared.made = ChunkPlan(positions, chains, plan.scored, plan.size)
         stack.enter_context(patch.object(base, "chain_starts", lambda *_: prepared))
         return peak_bytes(head, batch, dtype=shape.dtype)
 

@@ -39,21 +39,21 @@ class DepthRows(NamedTuple):
 
 @dataclass
 class ChunkPlan:
-    """Which positions are scored together. Without `rows`, the positions of a chunk are sorted so that each depth
-    scores the first `sizes` of them; with `rows`, for chains with gaps, it scores those listed there."""
+    """Which positions are scored together."""
 
     positions: Tensor  # [M] of the target's states, chunk by chunk
     chains: Tensor  # [K, M] the chain that depth k scores there; arbitrary where it scores none
-    sizes: list[list[int]]  # for each chunk, the number of positions that each of K depths scores
+    scored: (
+        list[list[slice]] | list[list[Tensor]]
+    )  # for each chunk and depth, the positions in the chunk that it scores
     size: int  # positions per chunk; the last may have fewer
-    rows: list[list[Tensor]] | None = None  # for each chunk and depth, the scored positions' indices in the chunk
 
     def positions_of(self, chunk: int) -> slice:
         """The chunk's part of `positions`."""
         return slice(chunk * self.size, (chunk + 1) * self.size)
 
     def rows_of(self, chunk: int, depth: int) -> DepthRows:
-        at = slice(self.sizes[chunk][depth]) if self.rows is None else self.rows[chunk][depth]
+        at = self.scored[chunk][depth]
         return DepthRows(depth, self.chains[depth, self.positions_of(chunk)][at], at)
 
 
@@ -76,7 +76,8 @@ def logits_held(num_bytes: int) -> int:
 
 
 def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
-    """Chunks of `size` positions, for chains without gaps: a depth scores only positions that all smaller ones score.
+    """Chunks of `size` positions, for chains without gaps: a depth scores only positions that all smaller ones score,
+    so a chunk's are sorted such that each depth scores the first of them.
 
     Args: chains, is_scored: [K, P] the chain of each depth at each position, and whether it is scored there.
     """
@@ -89,7 +90,8 @@ def plan_rows(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     num_chunks = max(1, -(-len(positions) // size))  # one even without positions, to keep all parameters in the graph
     totals = torch.zeros(num_chunks, num_depths, dtype=torch.long, device=positions.device)
     totals.index_add_(0, chunks, is_scored[:, positions].T.long())
-    return ChunkPlan(positions, chains[:, positions], totals.tolist(), size)
+    scored = [[slice(num) for num in chunk] for chunk in totals.tolist()]
+    return ChunkPlan(positions, chains[:, positions], scored, size)
 
 
 def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
@@ -99,8 +101,8 @@ def plan_gaps(chains: Tensor, is_scored: Tensor, *, size: int) -> ChunkPlan:
     depths, at = is_scored[:, positions].nonzero().T  # by depth, then by position
     totals = torch.bincount(depths * num_chunks + at // size, minlength=num_depths * num_chunks)
     parts = (at % size).split(totals.tolist())
-    rows = [[parts[depth * num_chunks + i] for depth in range(num_depths)] for i in range(num_chunks)]
-    return ChunkPlan(positions, chains[:, positions], [[len(part) for part in chunk] for chunk in rows], size, rows)
+    scored = [[parts[depth * num_chunks + i] for depth in range(num_depths)] for i in range(num_chunks)]
+    return ChunkPlan(positions, chains[:, positions], scored, size)
 
 
 class Scoring(torch.autograd.Function):
@@ -152,13 +154,14 @@ class Drafts:
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of `hidden` and `parameters`, in one pass over the chunks."""
-        plan, depths = self.plan, list(range(len(self.hidden)))
-        for i, sizes in enumerate(plan.sizes):
+        plan = self.plan
+        for i in range(len(plan.scored)):
             positions = plan.positions[plan.positions_of(i)]  # [n]
             target = TargetRows(self.specs[0], self.teacher_hidden[positions])
-            for group in [depths] if self.has_one_output else [[k] for k in depths]:
-                if i == 0 or any(sizes[k] for k in group):
-                    self._score([plan.rows_of(i, k) for k in group], positions, target)
+            depths = [plan.rows_of(i, k) for k in range(len(self.hidden))]
+            for group in [depths] if self.has_one_output else [[rows] for rows in depths]:
+                if i == 0 or any(len(rows.chains) for rows in group):  # once, to keep all parameters in the graph
+                    self._score(group, positions, target)
         return [*self.hidden_grads, *self.parameter_grads]
 
     def _score(self, group: list[DepthRows], positions: Tensor, target: TargetRows) -> None:

@@ -61,7 +61,8 @@ def test_a_plan_scores_every_supervised_depth_of_every_chain_once(size):
     mask = torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) < 0.8
     starts = chain_starts(mask, 4)
     plan, got = starts.plan(20, size=size), set()
-    for i, sizes in enumerate(plan.sizes):
+    counts = [[part.stop for part in chunk] for chunk in plan.scored]
+    for i, sizes in enumerate(counts):
         assert sizes == sorted(sizes, reverse=True) and sizes[0] <= size
         for depth, count in enumerate(sizes):
             for at in range(i * size, i * size + count):
@@ -71,4 +72,4 @@ def test_a_plan_scores_every_supervised_depth_of_every_chain_once(size):
         (depth, row * num_starts + s, row * 20 + int(starts.positions[row, s]) + 1 + depth)
         for row, s, depth in starts.valid.nonzero().tolist()
     }
-    assert got == wanted and len(got) == sum(map(sum, plan.sizes))
+    assert got == wanted and len(got) == sum(map(sum, counts))
