@@ -8,9 +8,10 @@ has read x_0..x_t and has itself produced x_{t+1}. The draft at depth k (0-based
 follows n committed tokens starts at t = n - 2, and the first round of an answer starts at the last prompt position.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from operator import call
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_
 from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
 from .nn.documents import Documents
+from .nn.kept import is_kept, recomputed
 from .nn.target_output import TargetOutput
 from .start.closed_form import evenly_spread, first_rows, losses_by_factor, num_fitted, quieter
 from .target import Target
@@ -73,6 +75,11 @@ class HeadConfig:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise BadInput(f"{name} {value}: expected {'at least 1' if least else '0 or more'}")
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether the head reads weights of the target's layers, or runs them, also where states were extracted."""
+        return False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -179,7 +186,14 @@ class DraftHead(nn.Module, Drafter, Expands):
         return {}
 
     def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
-        return 0  # roughly the activations that unrolling keeps if `is_kept`; 0: it keeps them in any case
+        """Roughly the bytes of activations that `unroll` keeps or, by `runner`, computes again; 0: it keeps all."""
+        return 0
+
+    def runner(self, starts: ChainStarts, *, like: Tensor) -> Callable[..., Any]:
+        """run(function, *args): calls it and keeps its activations for backward, or has backward compute them again, as
+        those of these chains fit the device. like: an activation."""
+        size = self.kept_bytes(starts.positions.numel(), itemsize=like.element_size(), num_depths=starts.num_depths)
+        return call if is_kept(size, like.device) else recomputed
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         """Teacher-forced drafting: for each depth of `starts`, [B, S, D] what `draft_logits` reads of its chains."""

@@ -17,19 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base import DraftBatch
 from .block_network import BlockNetwork
+from .decoders.attention import grouped_attention
 from .decoders.cache import SlotCache
 from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import pack_linears, usable_kernels
 from .drafter import Reading
 from .drafting import Draws, Proposal, Tree
 from .export.block import BlockServing
-from .nn.block_layer import draft_block, with_previous, write_context
+from .nn.block_layer import with_previous
 from .nn.dflash2 import NUM_TAPS, SlotCandidates, only
 from .nn.layers import serving_keys, window_keys
+from .nn.masks import interval_mask
 from .start.block import fit_block
 from .start.closed_form import scale_norm
 
@@ -120,10 +122,18 @@ class BlockHead(BlockNetwork):
         context, positions = self.features(read.output), read.positions  # [B, Q, D], [B, Q]
         state.extent = read.extent or state.cache.max_length
         state.cache.seek(positions, extent=state.extent)
-        parts = self.decoder_layers, self.packed, context, positions
-        write_context(*parts, cache=state.cache, rotary=self.rotary)
+        self._write_context(context, positions, state.cache)
         state.position = read.start + read.last
         state.anchor = read.next_tokens.gather(1, read.last[:, None])
+
+    def _write_context(self, context: Tensor, positions: Tensor, cache: SlotCache) -> None:
+        """Write each layer's keys and values of the context [B, Q, D] to the cache slots of its positions [B, Q]."""
+        if self.packed is not None and self.packed.is_for(context):
+            self.packed.write(context, cache, self.rotary.tables(cache.max_length, like=context), positions)
+            return
+        rotary = self.rotary(positions, like=context, num_positions=cache.max_length)
+        for i, layer in enumerate(self.decoder_layers):
+            cache.update(*layer.self_attn.keys_values(context, rotary), i)
 
     @torch.no_grad()
     def propose(self, state: BlockState, *, num_draft_tokens: int) -> Proposal:
@@ -151,12 +161,34 @@ class BlockHead(BlockNetwork):
         hidden = self.slots(state.anchor, state.num_depths)  # [B, W, D]
         positions = state.position[:, None] + 1 + torch.arange(hidden.shape[1], device=hidden.device)  # [B, W]
         state.cache.seek(positions, extent=state.extent)
-        parts = self.decoder_layers, self.packed, hidden, positions
-        hidden = draft_block(*parts, cache=state.cache, rotary=self.rotary, window=self.config.sliding_window)
+        hidden = self._through_layers(hidden, positions, state.cache)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
         if self.candidate_selector is not None:
             state.candidates = self.candidate_selector.best(state.hidden, state.logits)
+
+    def _through_layers(self, hidden: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context, with a window only as many
+        positions as end at its own, and all slots of its block.
+
+        Their keys and values are written to the cache at positions [B, W], until true features overwrite them."""
+        window, last = self.config.sliding_window, positions[:, -1:].expand_as(positions)
+        first = None if window is None else positions - window + 1
+        packed = self.packed if self.packed is not None and self.packed.is_for(hidden) else None
+        sees_all = packed is not None and first is None
+        mask = None if sees_all else interval_mask(first, last, extent=cache.extent, dtype=hidden.dtype)
+        if packed is not None:
+            tables = self.rotary.tables(cache.max_length, like=hidden)
+            return packed(hidden, cache, tables, positions, last=last, mask=mask)
+        rotary = self.rotary(positions, like=hidden, num_positions=cache.max_length)
+        for i, layer in enumerate(self.decoder_layers):
+
+            def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i, module: nn.Module = layer) -> Tensor:
+                keys, values = cache.update(keys, values, i)
+                return grouped_attention(module, queries, keys, values, mask)[0]
+
+            hidden = layer(hidden, rotary, attend)
+        return hidden
 
     @torch.no_grad()
     def expand(self, state: BlockState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:

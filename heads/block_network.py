@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -12,9 +13,9 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .loss.calibration import ConfidenceLine
 from .loss.chains import drawn_starts
 from .loss.functions import LossSpec, output_layer_rows
-from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, through_layers, with_previous
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, with_previous
 from .nn.dflash2 import CandidateSelector, only
-from .nn.kept import is_kept, layer_bytes
+from .nn.kept import layer_bytes
 from .nn.layers import RMSNorm, Rotary, llama_config
 from .nn.mask_token import mask_token_of
 from .nn.target_output import TargetOutput
@@ -160,10 +161,16 @@ class BlockNetwork(DraftHead):
         hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
         of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # autocast may have 16 bits
         sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
-        sight = batch.sight(starts, window=self.config.sliding_window)
-        size = self.kept_bytes(starts.positions.numel(), itemsize=context.element_size(), num_depths=starts.num_depths)
-        how = {"sight": sight, "sees_slots": sees_slots, "is_kept": is_kept(size, context.device)}
-        hidden = through_layers(self.decoder_layers, hidden, of_slots, context, of_context, **how)
+        sight, num_blocks = batch.sight(starts, window=self.config.sliding_window), starts.positions.shape[1]
+
+        def mixed(layer: BlockLayer, hidden: Tensor, context: Tensor) -> Tensor:
+            keys_values = layer.self_attn.keys_values(context, of_context)
+            attend = partial(attend_blocks, context=keys_values, sight=sight, sees_slots=sees_slots)
+            return layer.mixed(hidden, of_slots, attend, num_blocks=num_blocks)
+
+        run = self.runner(starts, like=context)  # of half a layer at a time
+        for layer in self.decoder_layers:
+            hidden = run(layer.fed_forward, run(mixed, layer, hidden, context), num_blocks=num_blocks)
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
         for depth in range(starts.num_depths):
             before = starts.take(batch.input_ids, offset=depth + 1)

@@ -38,12 +38,6 @@ def served_families() -> dict[str, Serving]:
     return {name: family.serving for name, family in HEADS.items() if family.serving is not None}
 
 
-def reads_layers(config: HeadConfig) -> bool:
-    """Whether such a head reads weights of the target's layers, or runs them, where training reads extracted states:
-    then its config has a property of this name."""
-    return getattr(config, "reads_layers", False)
-
-
 def build_head(
     config: HeadConfig, target: Target, *, draft_token_ids: Tensor | None = None, seed: int = 0
 ) -> DraftHead:

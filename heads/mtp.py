@@ -15,8 +15,7 @@ new token advances all modules by one position, and module k (lane k) is k posit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import call
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from .export.mtp import MtpServing
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
 from .loss.chains import chain_starts
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
-from .nn.kept import is_kept, layer_bytes, recomputed
+from .nn.kept import layer_bytes
 from .nn.layers import llama_config
 from .start.closed_form import FITTED_DEPTHS, linear_map, scale_norm
 from .target import Target
@@ -49,7 +48,6 @@ class MtpConfig(HeadConfig):
     layout: str = "deepseek_v3"  # whose conventions and tensor names, see `LAYOUTS`
     independent: bool = False  # one module per depth instead of one for all
     init: str = "last_layer"  # copy the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
-    reads_layers: ClassVar[bool] = True  # to check that a layer can be driven alone
     feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as engines do; or `pre_norm`
 
     def __post_init__(self) -> None:
@@ -61,6 +59,10 @@ class MtpConfig(HeadConfig):
             raise BadInput("feature_layers: mtp reads the state after the final norm only")
         if self.independent and not LAYOUTS[self.layout].has_many:
             raise BadInput(f"independent: the layout {self.layout} names one projection only; use another layout")
+
+    @property
+    def reads_layers(self) -> bool:
+        return True  # to check that a layer can be driven alone
 
 
 class MtpModule(nn.Module):
@@ -153,19 +155,26 @@ class MtpHead(DraftHead):
         if self.config.init != "last_layer":
             return
         is_many, read, layers = self.config.independent, self.target.forward, (self.driver.index,)
-        reads, wanted, newest = list[Tensor](), list[Tensor](), -len(batches) if is_many else 0
         entering = [read(b.input_ids, feature_layers=layers, documents=b.documents).features[:, :, 0] for b in batches]
+        pairs = list[tuple[Tensor, Tensor]]()
         for depth in range(len(self.lanes) if is_many else FITTED_DEPTHS):
-            for batch, states in zip(batches, entering, strict=True):
-                starts = chain_starts(batch.loss_mask, depth + 1)
-                at, hidden = starts.valid[..., depth], starts.take(self._cast(batch.output.post_norm))
-                *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # the previous depth's output
-                embedded = self._cast(self.target.embed(starts.take(batch.input_ids, offset=depth + 1)))
-                reads.append(self._lane(0).halves(embedded, hidden)[at])  # norms are the same in all
-                wanted.append(starts.take(states, offset=depth + 1)[at])
-            weight = linear_map(torch.cat(reads[newest:]), torch.cat(wanted[newest:]), keeps_size=True)
-            for lane in range(depth if is_many else 0, len(self.lanes) if weight is not None else 0):
-                self._lane(lane).eh_proj.weight.copy_(cast(Tensor, weight).T)
+            of_depth = [self._fitted(batch, states, depth) for batch, states in zip(batches, entering, strict=True)]
+            pairs = of_depth if is_many else pairs + of_depth  # one module for every depth learns from all of them
+            inputs, wanted = map(torch.cat, zip(*pairs, strict=True))
+            weight = linear_map(inputs, wanted, keeps_size=True)
+            if weight is not None:  # deeper modules have it too, should they have too few rows of their own
+                for lane in range(depth if is_many else 0, len(self.lanes)):
+                    self._lane(lane).eh_proj.weight.copy_(weight.T)
+
+    def _fitted(self, batch: DraftBatch, entering: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """[n, 2D] and [n, D]: what `eh_proj` reads at a depth, and of states entering the copied layer [B, T, D] those
+        that it is to give."""
+        starts = chain_starts(batch.loss_mask, depth + 1)
+        hidden, at = starts.take(self._cast(batch.output.post_norm)), starts.valid[..., depth]
+        *_, hidden = hidden, *islice(self.unroll(batch, starts), depth)  # the previous depth's output
+        embedded = self._cast(self.target.embed(starts.take(batch.input_ids, offset=depth + 1)))
+        reads = self._lane(0).halves(embedded, hidden)  # norms are the same in all
+        return reads[at], starts.take(entering, offset=depth + 1)[at]
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         for k, factor in enumerate(factors[: len(self.lanes)] if self.config.init != "checkpoint" else []):
@@ -188,15 +197,14 @@ class MtpHead(DraftHead):
         keys = ChainKeys(window=window, sight=None if is_plain else batch.sight(window=window))
         hidden = starts.take(self._step(0, ids.roll(-1, 1), hidden, positions, None, keys))  # [B, S, D]
         yield hidden
-        sight, item = batch.sight(starts, window=window), hidden.element_size()
+        sight = batch.sight(starts, window=window)
 
         def step(depth: int, hidden: Tensor, tokens: Tensor, drafted: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             own = ChainKeys(window=window, sight=sight.behind(depth))
             own.written = keys.written[:depth]  # when backward computes this depth again, it holds later ones too
             return self._step(0, tokens, hidden, drafted, None, own), own.written[-1]
 
-        num_bytes = self.kept_bytes(hidden[..., 0].numel(), itemsize=item, num_depths=starts.num_depths)
-        run = call if is_kept(num_bytes, hidden.device) else recomputed
+        run = self.runner(starts, like=hidden)
         for depth in range(1, starts.num_depths):
             tokens, drafted = starts.take(ids, offset=depth + 1), starts.take(positions) + depth  # [B, S]
             hidden, added = run(step, depth, hidden, tokens, drafted)

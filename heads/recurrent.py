@@ -7,7 +7,6 @@ keys of depths 1..k, one per depth: the diagonal of the attention (EAGLE-3, sect
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import call
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from .decoders.cpu.decoder import CpuLayers
 from .decoders.cpu.products import TILE, pack_linears
 from .drafter import Reading
 from .nn.chain_attention import attend_chains, laid_out
-from .nn.kept import is_kept, layer_bytes, recomputed
+from .nn.kept import layer_bytes
 from .nn.layers import Attention, RMSNorm, Rotary
 from .nn.sight import Sight
 from .nn.target_output import TargetOutput
@@ -138,8 +137,7 @@ class RecurrentHead(DraftHead):
         contexts = self._contexts(read, stream, batch, starts, limit)
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
-        num_bytes = self.kept_bytes(x[..., 0].numel(), itemsize=x.element_size(), num_depths=starts.num_depths)
-        run = call if is_kept(num_bytes, x.device) else recomputed
+        run = self.runner(starts, like=x)
         for depth in range(starts.num_depths):
             rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
             if depth == 0:

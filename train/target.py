@@ -20,7 +20,6 @@ from ..data_pipelines.storage.features import Reads, origin_of
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..data_pipelines.storage.shards import Shards, ShardWriter, read_manifest
 from ..heads.base import HeadConfig
-from ..heads.families import reads_layers
 from ..heads.loading import TargetConfig
 from ..heads.registry import build_head
 from ..heads.target import Target
@@ -53,7 +52,7 @@ def load_target(run: RunConfig, accelerator: Accelerator, console: Console) -> T
         if data.validation and run.train.decode_prompts:
             problem = f"train.decode_prompts {run.train.decode_prompts}: decoding takes the target's layers"
             raise BadInput(f"{problem}, which data.server spares: leave it out")
-        why = f"head {run.head.type} reads them" if reads_layers(run.head) else None
+        why = f"head {run.head.type} reads them" if run.head.reads_layers else None
         return without_layers(run.target, console, key="data.server", why=why)  # in the dtype of extracted states
     config = with_default_dtype(run.target, "cpu" if runs_on_cpu(run.train) else "cuda")
     if run.train.shard_target:
@@ -96,7 +95,7 @@ def check_shardable(run: RunConfig, accelerator: Accelerator) -> None:
         "with target.device_map one process has all GPUs: leave one of both out": run.target.device_map is not None,
         "training from data.features needs no layers: leave it out": run.data.features is not None,
         "training from data.server needs no layers: leave it out": run.data.server is not None,
-        f"head {run.head.type} reads the layers' weights itself": reads_layers(run.head),
+        f"head {run.head.type} reads the layers' weights itself": run.head.reads_layers,
         "an adapter is merged into whole layers: leave target.adapter out": run.target.adapter is not None,
         "sharded layers cannot decode: leave train.decode_prompts out": bool(run.train.decode_prompts),
     }
@@ -106,7 +105,7 @@ def check_shardable(run: RunConfig, accelerator: Accelerator) -> None:
 
 def reader_of_layers(run: RunConfig, fields: dict[str, Any]) -> str | None:
     """What of a run from extracted features reads the target's layers; None: nothing. fields: of their manifest."""
-    if reads_layers(run.head):
+    if run.head.reads_layers:
         return f"head {run.head.type} reads them"
     if run.data.validation and extracted_validation(run.data) is None:
         return "data.validation is text; `headstart data extract` makes features of it too"
@@ -136,7 +135,7 @@ def is_built(head: HeadConfig) -> bool:
 
 def why_built_with_layers(head: HeadConfig) -> str | None:
     """Why `reads_of` takes the target's layers; None: it does not."""
-    return f"head {head.type} reads them" if is_built(head) and reads_layers(head) else None
+    return f"head {head.type} reads them" if is_built(head) and head.reads_layers else None
 
 
 def open_server(run: RunConfig, target: Target, accelerator: Accelerator, holding: ExitStack) -> ServedReader | None:

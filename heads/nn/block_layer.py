@@ -8,9 +8,7 @@ In training S blocks of W slots start in each row. They are stored slot by slot,
 blocks, then slot j + 1. Attention treats the W slots as further heads, so that one mask [B, 1, S, P] serves all.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from operator import call
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -18,14 +16,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..decoders.attention import grouped_attention
-from ..decoders.cache import SlotCache
-from ..decoders.cpu.decoder import CpuLayers
 from .chain_attention import attend_chains, laid_out
 from .dflash2 import CandidateSelector, SlotConvolution
-from .kept import recomputed
-from .layers import Attention, RMSNorm, Rotary
-from .masks import interval_mask
+from .layers import Attention, RMSNorm
 from .sight import Sight
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
@@ -98,87 +91,6 @@ def attend_blocks(
     queries = queries.unflatten(2, (-1, num_blocks)).flatten(1, 2)  # [B, N * W, S, H]
     mixed = attend_chains(queries, *context, sight, drafted=slots, sees_own=sees_slots)
     return mixed.unflatten(1, (num_heads, -1)).flatten(2, 3).transpose(1, 2)
-
-
-def through_layers(
-    layers: Sequence[BlockLayer],
-    hidden: Tensor,
-    of_slots: tuple[Tensor, Tensor],
-    context: Tensor,
-    of_context: tuple[Tensor, Tensor],
-    *,
-    sight: Sight,
-    sees_slots: Tensor | None,
-    is_kept: bool,
-) -> Tensor:
-    """The slots of blocks [B, W * S, D] over the context [B, P, D], in training -> [B, W * S, D].
-
-    Args:
-        of_slots, of_context: their rotary tables. sight, sees_slots: as in `attend_blocks`.
-        is_kept: whether activations are kept for backward; else it has those of half a layer at a time.
-    """
-
-    def mixed(layer: BlockLayer, hidden: Tensor, context: Tensor) -> Tensor:
-        keys_values = layer.self_attn.keys_values(context, of_context)
-        attend = partial(attend_blocks, context=keys_values, sight=sight, sees_slots=sees_slots)
-        return layer.mixed(hidden, of_slots, attend, num_blocks=num_blocks)
-
-    run, num_blocks = call if is_kept else recomputed, sight.last.shape[1]
-    for layer in layers:
-        hidden = run(layer.fed_forward, run(mixed, layer, hidden, context), num_blocks=num_blocks)
-    return hidden
-
-
-def write_context(
-    layers: Sequence[BlockLayer],
-    packed: CpuLayers | None,
-    context: Tensor,
-    positions: Tensor,
-    *,
-    cache: SlotCache,
-    rotary: Rotary,
-) -> None:
-    """Write each layer's keys and values of the context [B, Q, D] to the cache slots of its positions [B, Q].
-
-    Args: packed: the same layers for the CPU kernels, or None.
-    """
-    if packed is not None and packed.is_for(context):
-        packed.write(context, cache, rotary.tables(cache.max_length, like=context), positions)
-        return
-    turned = rotary(positions, like=context, num_positions=cache.max_length)
-    for i, layer in enumerate(layers):
-        cache.update(*layer.self_attn.keys_values(context, turned), i)
-
-
-def draft_block(
-    layers: Sequence[BlockLayer],
-    packed: CpuLayers | None,
-    hidden: Tensor,
-    positions: Tensor,
-    *,
-    cache: SlotCache,
-    rotary: Rotary,
-    window: int | None = None,
-) -> Tensor:
-    """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context, with a window only as many
-    positions as end at its own, and all slots of its block.
-
-    Their keys and values are written to the cache at positions [B, W], until true features overwrite them."""
-    last = positions[:, -1:].expand_as(positions)
-    first = None if window is None else positions - window + 1
-    is_packed = packed is not None and packed.is_for(hidden)
-    mask = None if is_packed and first is None else interval_mask(first, last, extent=cache.extent, dtype=hidden.dtype)
-    if packed is not None and is_packed:
-        return packed(hidden, cache, rotary.tables(cache.max_length, like=hidden), positions, last=last, mask=mask)
-    turned = rotary(positions, like=hidden, num_positions=cache.max_length)
-    for i, layer in enumerate(layers):
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor, i: int = i) -> Tensor:
-            keys, values = cache.update(keys, values, i)
-            return grouped_attention(layers[i], queries, keys, values, mask)[0]
-
-        hidden = layer(hidden, turned, attend)
-    return hidden
 
 
 class MarkovHead(nn.Module):
