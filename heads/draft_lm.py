@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +29,7 @@ from .decoders.state_cache import StateCache
 from .drafter import Reading
 from .drafting import Proposal
 from .export.draft_lm import DraftLMServing
-from .nn.parallel import ParallelConfig, behind, last_and_behind, with_masks
+from .nn.parallel import ParallelConfig, last_and_behind, with_masks, with_masks_behind
 from .start.closed_form import copy_layers, scale_norm
 from .target import Target
 from .targets.prompts import read_prompts
@@ -183,8 +182,7 @@ class DraftLMHead(DraftHead):
         state.extent, pending, num = read.extent or state.cache.max_length, read.last + 1, 1
         if self.mask_token is not None:  # mask tokens replace rejected tokens and follow the accepted ones
             num = self.config.num_depths
-            _, is_read = behind(pending + 1, num_more=num - 1, like=tokens)
-            tokens = torch.where(is_read, F.pad(tokens, (0, num - 1)), self.mask_token)
+            tokens, _ = with_masks_behind(tokens, pending + 1, num_more=num - 1, mask_token=self.mask_token)
         positions = read.start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         # positions beyond belong to depths that were not requested
         positions = positions if num == 1 else positions.clamp(max=state.extent - 1)

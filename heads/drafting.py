@@ -239,7 +239,7 @@ def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | Non
     """Draft a tree of fixed shape: the node of rank r takes its parent's r-th most probable token, or r-th sample."""
     logits = head.first_logits(state)[:, None]  # [B, F, Vd]
     device, batch_size = logits.device, len(logits)
-    vocabulary = torch.arange(logits.shape[-1], device=device)  # [Vd]
+    drafted_ids = head.to_target(torch.arange(logits.shape[-1], device=device))  # [Vd]
     draft_probs = torch.zeros(batch_size, tree.num_nodes + 1, draws.vocab_size, device=device) if draws else None
     plan, parents = levels(tree, device)
     drafted = []
@@ -247,7 +247,7 @@ def draft_static(head: Expands, state: Any, tree: StaticTree, draws: Draws | Non
         best, probs = ranked(logits, level.num_ranks, draws)  # [B, F, ranks], [B, F, Vd]
         if draft_probs is not None and probs is not None:
             for i, parent in enumerate(level.parents):
-                draft_probs[:, parent, head.to_target(vocabulary)] = probs[:, i]
+                draft_probs[:, parent, drafted_ids] = probs[:, i]
         tokens = head.to_target(best[:, level.row, level.rank])  # [B, n]
         drafted.append(tokens)
         if len(level.kept):

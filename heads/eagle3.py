@@ -34,7 +34,7 @@ from .drafting import Proposal
 from .export.eagle3 import Eagle3Serving
 from .loss.functions import output_layer_rows
 from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, window_keys
-from .nn.parallel import ParallelConfig, behind, last_and_behind
+from .nn.parallel import ParallelConfig, last_and_behind, with_masks_behind
 from .nn.target_output import TargetOutput
 from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
 from .start.closed_form import OUTPUT_GAIN
@@ -236,16 +236,17 @@ class Eagle3Head(RecurrentHead):
         if self.mask_token is None:
             super().commit(state, read)
             return
-        num = self.num_depths
+        num_more = self.num_depths - 1
         state.extent = read.extent or state.cache.max_length
-        index, is_read = behind(read.last + 1, num_more=num - 1, like=read.next_tokens)
-        tokens = torch.where(is_read, F.pad(read.next_tokens, (0, num - 1)), self.mask_token)  # [B, Q + K - 1]
-        features = F.pad(self.features(read.output), (0, 0, 0, num - 1))
+        tokens, is_read = with_masks_behind(  # [B, Q + K - 1]
+            read.next_tokens, read.last + 1, num_more=num_more, mask_token=self.mask_token
+        )
+        features = F.pad(self.features(read.output), (0, 0, 0, num_more))
         features = torch.where(is_read[..., None], features, self.masked())
-        # positions beyond belong to depths that were not requested
-        positions = (read.start[:, None] + index).clamp(max=state.extent - 1)
+        positions = read.start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = positions.clamp(max=state.extent - 1)  # those beyond belong to depths that were not requested
         out = self._decode(state, tokens, features, positions)
-        state.hidden = last_and_behind(out, read.last, num)  # [B, K, D]
+        state.hidden = last_and_behind(out, read.last, self.num_depths)  # [B, K, D]
 
     @torch.no_grad()
     def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:

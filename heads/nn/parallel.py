@@ -8,6 +8,7 @@ speculators library and vLLM).
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...configs.errors import BadInput
@@ -54,11 +55,13 @@ class ParallelConfig(HeadConfig):
         return ChainStarts(starts.positions, starts.valid & (drawn[..., None] < shares), has_gaps=True)
 
 
-def behind(num_read: Tensor, *, num_more: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, Q + num_more] twice: each token's index, and whether it is one of the first num_read [B] of the Q tokens of
-    `like` [B, Q, ...]; all others are mask tokens."""
-    index = torch.arange(like.shape[1] + num_more, device=like.device).expand(len(like), -1)
-    return index, index < num_read[:, None]
+def with_masks_behind(tokens: Tensor, num_read: Tensor, *, num_more: int, mask_token: int) -> tuple[Tensor, Tensor]:
+    """The first num_read [B] of tokens [B, Q], and mask tokens in place of the others and num_more behind them.
+
+    Returns: ids [B, Q + num_more], and which of them are no mask tokens.
+    """
+    is_read = torch.arange(tokens.shape[1] + num_more, device=tokens.device) < num_read[:, None]
+    return torch.where(is_read, F.pad(tokens, (0, num_more)), mask_token), is_read
 
 
 def last_and_behind(hidden: Tensor, last: Tensor, num: int) -> Tensor:
