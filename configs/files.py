@@ -48,6 +48,13 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def lack_of(folder: str | Path, name: str) -> str:
+    """Why there is no file of that name in a folder, to say behind the folder."""
+    if Path(folder).is_dir():
+        return f"no {name} in it"
+    return "a file, not a folder" if Path(folder).exists() else "no such folder"
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path next to `path` for a new file, which replaces `path` at the end; removed after an exception.

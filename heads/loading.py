@@ -26,7 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as hf_logging
 
 from ..configs.errors import BadInput, first_line
-from ..configs.files import LocalPath
+from ..configs.files import LocalPath, lack_of
 from .importing.gguf import gguf_folder
 from .targets.stored import fingerprint_of_stored, stored_tensors
 
@@ -69,8 +69,7 @@ def found_path(path: str | Path) -> str:
     if Path(path).exists() or path.startswith((".", "/", "~")):
         path = str(Path(path).expanduser())
         if not Path(path, "config.json").is_file():
-            what = "no config.json in it" if Path(path).is_dir() else "no such folder"
-            raise BadInput(f"target {path}: {what}")
+            raise BadInput(f"target {path}: {lack_of(path, 'config.json')}")
     return path
 
 

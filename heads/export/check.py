@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...configs.errors import BadInput, first_line
+from ...configs.files import lack_of
 from ...configs.jsonl import loads
 from ...configs.typed import check_type
 from ..families import HEADS, served_families
@@ -66,7 +67,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = ""
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise BadInput(f"{folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}")
+        raise BadInput(f"{folder}: {lack_of(folder, path.name)}")
     try:
         config = loads(path.read_text())
     except (ValueError, OSError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ... import __version__
 from ...configs.errors import BadInput, first_line
+from ...configs.files import lack_of
 from ...configs.jsonl import loads
 from ..target import Target
 
@@ -62,7 +63,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a head's folder, whoever wrote it. Raises BadInput if it is missing or damaged."""
     path = Path(folder, "config.json")
     if not path.is_file():
-        raise BadInput(f"head {folder}: {'no config.json in it' if Path(folder).is_dir() else 'no such folder'}")
+        raise BadInput(f"head {folder}: {lack_of(folder, path.name)}")
     try:
         config = loads(path.read_text())
     except ValueError as error:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...configs.errors import BadInput, first_line
+from ...configs.files import lack_of
 from ...configs.typed import TypedKeys
 from ..export.record import read_config
 from ..export.tensor_files import TensorFiles, read_tensor_files
@@ -26,7 +27,9 @@ def local_folder(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     if path.exists() or not re.fullmatch(HUB_ID, str(folder)):
         if not (path / "config.json").is_file():
-            raise BadInput(f"head {folder}: {'no config.json in it' if path.is_dir() else 'no such folder'}")
+            head = path / "final"
+            hint = f"; the head of that run is {head}" if (head / "config.json").is_file() else ""
+            raise BadInput(f"head {folder}: {lack_of(path, 'config.json')}{hint}")
         return path
     from huggingface_hub import snapshot_download
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...configs.errors import BadInput
+from ...configs.files import lack_of
 from ...configs.jsonl import loads
 from ...configs.typed import TypedKeys
 from .stored import StoredTensor, fingerprint_of_stored, fingerprint_of_values, read_header, stored_tensors
@@ -57,7 +58,7 @@ class ServedAdapter:
         folder = Path(folder).expanduser()
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
-                raise BadInput(f"adapter {folder}: {f'no {name} in it' if folder.is_dir() else 'no such folder'}")
+                raise BadInput(f"adapter {folder}: {lack_of(folder, name)}")
         config = read_config(folder / CONFIG)
         pairs: dict[str, dict[str, StoredTensor]] = {}
         stored = read_header(folder / WEIGHTS)

@@ -193,6 +193,8 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
     assert message(Target.load, tmp_path / "gone") == f"target {tmp_path / 'gone'}: no such folder"
     assert message(Target.load, tmp_path) == f"target {tmp_path}: no config.json in it"
     assert message(Target.load, "./gone") == "target gone: no such folder"
+    (tmp_path / "rows.jsonl").touch()
+    assert message(Target.load, tmp_path / "rows.jsonl") == f"target {tmp_path / 'rows.jsonl'}: a file, not a folder"
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "no_such_family"}'])

@@ -370,7 +370,15 @@ def test_pickles_and_other_folders_are_refused(published, target, tmp_path, save
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BadInput, match="pickles are not read: convert them to safetensors"):
         import_head(folder, target)
-    for where, problem in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no config.json in it")):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "head.pt").touch()
+    save_head(build_head(EagleConfig(), target), tmp_path / "run" / "final")
+    for where, problem in (
+        (tmp_path / "nowhere", "no such folder$"),
+        (tmp_path / "head.pt", "a file, not a folder$"),
+        (tmp_path, "no config.json in it$"),
+        (tmp_path / "run", f"no config.json in it; the head of that run is {tmp_path / 'run' / 'final'}$"),
+    ):
         with pytest.raises(BadInput, match=problem):
             import_head(where, target)
     with pytest.raises(BadInput, match="neither its config nor its tensors"):
