@@ -81,7 +81,8 @@ def read_model_config(target: TargetConfig) -> Any:
             how = {"revision": revision, "trust_remote_code": target.trust_remote_code}
             config = AutoConfig.from_pretrained(path, **how)
     except Exception as error:  # as in load_model
-        raise BadInput(f"target {path}: {first_line(error)}") from error
+        where = "" if Path(path).exists() else "no such folder, and from the hub: "
+        raise BadInput(f"target {path}: {where}{first_line(error)}") from error
     method = quantization(config)
     if method is not None and method not in AUTO_QUANTIZER_MAPPING and f"{method}_4bit" not in AUTO_QUANTIZER_MAPPING:
         raise BadInput(f"target {path}: stored quantised ({method}): transformers cannot read that")
@@ -97,12 +98,20 @@ def stored_generation(target: TargetConfig) -> GenerationConfig | None:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """A model's tokenizer, without its weights. Raises BadInput if it cannot be loaded."""
+    """A model's tokenizer, without its weights. Raises BadInput if it cannot be loaded, or the folder has none."""
     path, revision = found_path(target.path), target.revision
+    if not comes_with_tokenizer(path):
+        raise BadInput(f"tokenizer of {path}: no file of one in the folder")
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=target.trust_remote_code)
     except Exception as error:
         raise BadInput(f"tokenizer of {path}: {first_line(error)}") from error
+
+
+def comes_with_tokenizer(path: str) -> bool:
+    """Whether a model's folder holds a tokenizer; without one, transformers returns an empty one for some families."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in patterns)
 
 
 def quantization(config: Any) -> str | None:

@@ -12,7 +12,7 @@ from ...heads.decoders.state_cache import StateCache
 from ...heads.drafter import Drafter, Reading
 from ...heads.target import Target
 from ...heads.targets.prompts import read_prompts
-from ...heads.targets.same_vocabulary import comes_with_tokenizer, differing_word
+from ...heads.targets.same_vocabulary import differing_word
 
 
 @dataclass
@@ -89,8 +89,6 @@ def load_draft_model(path: str, target: Target) -> Target:
     dtype = str(target.dtype).removeprefix("torch.")
     try:
         model = Target.load(path, dtype=dtype, device=target.device)
-        if not comes_with_tokenizer(path):
-            raise BadInput(f"tokenizer of {path}: no file of one in the folder")
         _ = model.tokenizer
     except BadInput as error:
         raise BadInput(f"drafter draft-model:{path}: {error}") from error

@@ -1,12 +1,11 @@
 """Whether a draft model has the target's vocabulary: the same words under the same ids, and its size up to padding."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
 from ...configs.errors import BadInput, first_line
-from ..loading import quiet_loading
+from ..loading import comes_with_tokenizer, quiet_loading
 from ..target import Target
 
 PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding
@@ -33,12 +32,6 @@ def check_vocabulary(path: str, target: Target) -> None:
     if word is not None:
         ids = f"{word!r} is {words.get(word, 'absent')} there and {theirs.get(word, 'absent')} here"
         raise BadInput(f"head.path {path}: its vocabulary ({sizes}) is another: {ids}")
-
-
-def comes_with_tokenizer(path: str) -> bool:
-    """Whether a model's folder holds a tokenizer; without one, transformers returns an empty one for some families."""
-    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in patterns)
 
 
 def differing_word(words: Mapping[str, int], others: Mapping[str, int]) -> str | None:

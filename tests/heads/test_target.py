@@ -11,7 +11,7 @@ import torch
 from headstart.configs.errors import BadInput
 from headstart.heads import loading
 from headstart.heads.export.tensor_files import tensor_locations
-from headstart.heads.loading import TargetConfig, torch_dtype
+from headstart.heads.loading import TargetConfig, read_model_config, torch_dtype
 from headstart.heads.target import Target
 from headstart.heads.targets.skeleton import load_skeleton
 from safetensors.torch import load_file, save_file
@@ -245,10 +245,23 @@ def test_an_unknown_dtype_or_device_is_refused(saved):
     assert torch_dtype("bf16") is torch.bfloat16 and torch_dtype("auto") == "auto"
 
 
-def test_a_folder_without_tokenizer_says_so_on_first_use(saved):
-    _, folder = saved()
+@pytest.mark.parametrize("without", ["llama", "qwen3", "gemma3"])
+def test_a_folder_without_tokenizer_says_so_on_first_use(without, saved):
+    """Also of those families for which transformers makes an empty one up."""
+    _, folder = saved(without)
     target = Target.load(folder)
-    assert message(lambda: target.tokenizer).startswith(f"tokenizer of {folder}: ")
+    assert message(lambda: target.tokenizer) == f"tokenizer of {folder}: no file of one in the folder"
+
+
+def test_a_name_that_is_no_folder_and_not_on_the_hub_is_said_to_be_neither(tmp_path, monkeypatch):
+    def refuse(path, **how):
+        raise OSError("not found\nlong advice")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert message(read_model_config, TargetConfig(path="nobody/gone")) == (
+        "target nobody/gone: no such folder, and from the hub: not found"
+    )
 
 
 def test_a_path_may_be_text_or_path(saved, monkeypatch):
