@@ -10,6 +10,7 @@ from ...configs.errors import BadInput, first_line
 from ...configs.files import new_folder
 from ..families import head_class, served_families
 from ..loading import TargetConfig, read_model_config, torch_dtype
+from ..targets.stored import fingerprint_of_stored, stored_tensors
 from .llamacpp import Conversion, check_servable
 from .record import HeadRecord, read_head_config
 from .serving import HeadFolder
@@ -120,7 +121,22 @@ def notes(head: HeadFolder) -> list[str]:
     lines = head.serving.notes(head) if head.serving else []
     if head.target_config is None:
         lines.append(f"target {head.target} is not there: weights keep their dtype, {head.config['dtype']}")
+    elif has_other_weights(head):
+        trained = f"those that the head was trained on ({head.record.target_name})"
+        lines.append(f"target {head.target}: other weights than {trained}: fewer of its drafts may be accepted")
     return lines
+
+
+def has_other_weights(head: HeadFolder) -> bool:
+    """Whether the target's folder holds other weights than the head was trained on, as far as both are known."""
+    if head.record.fingerprint is None or not Path(head.target).is_dir():
+        return False
+    try:
+        stored = stored_tensors(head.target)
+    except BadInput:  # not in safetensors
+        return False
+    text = read_model_config(TargetConfig(path=head.target)).get_text_config()
+    return fingerprint_of_stored(stored, num_layers=text.num_hidden_layers) != head.record.fingerprint
 
 
 def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None = None) -> dict[str, str]:

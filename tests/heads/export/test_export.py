@@ -202,6 +202,18 @@ def test_a_target_that_is_gone_is_said(trained, tmp_path):
         export_head(run, tmp_path / "other", to="vllm", target=str(tmp_path / "nowhere"))
 
 
+def test_a_target_of_other_weights_is_said(trained, tiny_model, tmp_path):
+    """As no shape need differ, and the text stays right."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "same")
+    run = trained("eagle3")
+    assert notes(export_head(run, tmp_path / "out", to="vllm", target=str(tmp_path / "same"))) == []
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "other")
+    [line] = notes(export_head(run, tmp_path / "again", to="vllm", target=str(tmp_path / "other")))
+    assert line.startswith(f"target {tmp_path / 'other'}: other weights than those that the head was trained on (")
+
+
 def test_what_no_engine_loads_is_refused(trained, tmp_path):
     cases = [("hydra", to, "no serving engine loads hydra heads") for to in ENGINES]
     cases += [("medusa", "sglang", "sglang loads no medusa heads; expected --to vllm or hf")]
