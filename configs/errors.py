@@ -8,6 +8,7 @@ from os import strerror
 from pathlib import Path
 
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)  # writing, by a full or failing disk
+FORBIDDEN = (errno.EACCES, errno.EPERM)  # reading or writing, by the rights of a file or folder
 ACTING = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -26,17 +27,19 @@ def printable(text: str, *, shown: str = "") -> str:
 
 @contextmanager
 def writing_into(folder: str | Path) -> Iterator[None]:
-    """Turn errors of a full, failing or read-only disk into BadInput that names the file or the folder."""
+    """Turn errors of a full, failing or read-only disk, and of rights, into BadInput that names the file or the
+    folder."""
     try:
         yield
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
         told = re.search(r"\(os error (\d+)\)", str(error))  # by safetensors
         number = int(told[1]) if told else number
-        if number not in REFUSED:
+        if number not in (*REFUSED, *FORBIDDEN):
             raise
         where = (error.filename if isinstance(error, OSError) else None) or folder
-        raise BadInput(f"{where}: cannot be written: {strerror(number)}") from error
+        what = "" if number in FORBIDDEN else "cannot be written: "
+        raise BadInput(f"{where}: {what}{strerror(number)}") from error
 
 
 def first_line(error: BaseException) -> str:

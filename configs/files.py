@@ -171,8 +171,14 @@ def locked(path: str | Path) -> BinaryIO:
 
 
 def unfinished(path: Path) -> Path:
-    """The temporary path at which this process writes `path`; it does not exist. Missing parent folders are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """The temporary path at which this process writes `path`; it does not exist. Missing parent folders are created.
+
+    Raises: NotADirectoryError if the parent is a file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is a file, not a folder", str(path)) from None
     remove_unfinished(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     if temporary.is_dir():  # of an earlier process with this number

@@ -1,7 +1,7 @@
 """`headstart data regenerate`: has the target answer the prompts itself, through servers or in this process."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -60,7 +60,8 @@ def by_servers(config: "RegenerateConfig") -> tuple["Answerer", dict[str, Any]]:
 
 
 class AnswerProgress(Progress):
-    """A progress bar on stderr: answered, failed, tokens per second."""
+    """A progress bar on stderr: answered, failed, tokens per second. It begins with the first figures, so that what is
+    refused before is one line."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -74,7 +75,15 @@ class AnswerProgress(Progress):
         )
         self.add_task("", total=None, failed=0, speed=0.0)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.live.is_started:
+            super().__exit__(*raised)
+
     def show(self, run: "RunProgress") -> None:
+        self.start()
         [task] = self.tasks
         self.update(
             task.id,

@@ -20,6 +20,12 @@ def test_a_full_disk_is_named(error, line):
     assert str(caught.value) == line
 
 
+def test_a_file_or_folder_without_rights_is_named():
+    with pytest.raises(BadInput) as caught, writing_into("runs/a"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/root/.cache")
+    assert str(caught.value) == "/root/.cache: Permission denied", "whether it was read or written"
+
+
 @pytest.mark.parametrize("error", [BadInput("x"), KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x")])
 def test_other_faults_stay_what_they_are(error):
     with pytest.raises(type(error)) as caught, writing_into("runs/a"):

@@ -275,6 +275,7 @@ def test_a_folder_of_something_else_is_refused_and_an_empty_one_taken() -> None:
         ({"filters": {"max_tokens": 5}}, "filters.min_tokens and filters.max_tokens need a tokenizer"),
         ({"filters": {"max_tokens": 5}, "tokenizer": "./gone"}, "tokenizer ./gone: cannot be loaded: "),
         ({"output": "chats.jsonl"}, "chats.jsonl: a file, not a folder"),
+        ({"output": "chats.jsonl/new"}, "chats.jsonl/new: chats.jsonl is a file, not a folder"),
         (
             {"filters": {"min_characters": 1000}},
             "no row is left for training: 200 read, 200 short; for example chats.jsonl:1",

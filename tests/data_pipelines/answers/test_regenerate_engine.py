@@ -158,6 +158,13 @@ def test_stopped_within_a_batch_the_command_ends_the_same(temperature, command, 
     assert [row["messages"][0]["content"] for row in rows] == [text.strip() for text in PROMPTS]
 
 
+def test_what_is_refused_before_the_first_answer_shows_no_progress(command, tmp_path, capsys):
+    (tmp_path / "out").touch()
+    with pytest.raises(BadInput, match="out: a file, not a folder"):
+        command(f"output={tmp_path / 'out'}")
+    assert capsys.readouterr().err == ""
+
+
 def test_the_manifest_names_the_weights_and_another_batch_size_is_refused(command, chat_target, tmp_path):
     command(f"output={tmp_path / 'out'}", "num_rows=2")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
