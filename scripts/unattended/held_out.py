@@ -17,7 +17,7 @@ from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
 from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED
-from ...heads.chat.rows import VARIABLES
+from ...heads.chat.rows import VARIABLES, answer_in, known_keys
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
 MOST_CONVERSATIONS = 64  # held out by refit
@@ -87,7 +87,7 @@ def split_prompts(
         most: prompts that are held out.
 
     Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
-    Raises BadInput if there are too few different prompts.
+    Raises BadInput if there are too few different prompts, or chats of which none has an answer.
     """
     rows = list(read_asked(prompts))
     once = {asked.question: asked for asked in {plain(asked.question): asked for asked in rows}.values()}
@@ -95,8 +95,10 @@ def split_prompts(
     write_rows(folder / "held_out.jsonl", [held_out_row(once[question]) for question in held_out])
     write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
     if chats:
-        answered = (chat for chat in read_asked(chats) if is_answered(chat.row))
-        never = set(map(plain, held_out))
+        given, never = list(read_asked(chats)), set(map(plain, held_out))
+        answered = [chat for chat in given if is_answered(chat.row)]
+        if not answered:
+            raise BadInput(f"--chats {chats}: none of its {len(given)} rows ends with an answer")
         write_rows(folder / "given.jsonl", [chat.row for chat in answered if plain(chat.question) not in never])
     return len(held_out), len(asked), len(rows) - len(once)
 
@@ -109,9 +111,10 @@ def held_out_row(asked: PromptRow) -> dict[str, Any]:
 
 def is_answered(row: dict[str, Any]) -> bool:
     """Whether a row of --chats ends with an answer."""
-    messages = row.get("messages") or row.get("conversations") or [{}]
+    data = known_keys(row)
+    messages = data.get("messages") or data.get("conversations") or [{}]
     last = messages[-1]
-    return last.get("role", last.get("from")) in ("assistant", "gpt") or bool(row.get("response") or row.get("output"))
+    return last.get("role", last.get("from")) in ("assistant", "gpt") or bool(answer_in(data))
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -327,6 +327,17 @@ def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):
         assert len(rows) == number and not held_out & {row["prompt"].split()[1] for row in rows}
 
 
+def test_chats_count_in_every_shape_of_an_answer_and_are_refused_where_none_has_one(tmp_path):
+    prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(12)))
+    rows = [{"prompt": "a", "completion": "b"}, {"question": "c", "answer": "d"}, {"instruction": "e", "output": "f"}]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    split_prompts(str(prompts), str(chats), tmp_path / "data", seed=0)
+    assert rows_of(tmp_path / "data" / "given.jsonl") == rows
+    with pytest.raises(BadInput, match=r"^--chats .*prompts.jsonl: none of its 12 rows ends with an answer$"):
+        split_prompts(str(prompts), str(prompts), tmp_path / "other", seed=0)
+
+
 def test_too_few_prompts_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
