@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from drafted import untrained
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
@@ -16,8 +17,8 @@ from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from joining import check_joining, joined_texts
 from perturbing import perturb
 
 PROMPTS = [[5 + i, 7, 11 + i, 3][: 1 + i % 4] * (1 + i % 3) for i in range(11)]
@@ -42,10 +43,8 @@ def rounds(request, monkeypatch):
 @pytest.mark.parametrize(("batch_size", "num_joining"), [(1, 1), (3, 1), (16, 1), (3, 2), (16, 4)])
 def test_answers_are_those_of_generate(target, batch_size, num_joining, monkeypatch):
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS))
-    answers = dict(answer_continuously(target, waiting, batch_size=batch_size, max_new_tokens=14))
-    assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(PROMPTS)}
-    assert not waiting
+    texts = joined_texts(target, PROMPTS, batch_size=batch_size, max_new_tokens=14)
+    assert texts == [alone(target, prompt, max_new_tokens=14) for prompt in PROMPTS]
 
 
 def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkeypatch):
@@ -54,9 +53,8 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     prompts = [[*system, 7], [*system, 7, 2, 6], [*system, 7, 2, 6], [*system, 1], [5, *system], system]
     kept, read = [], continuous.prefill
     monkeypatch.setattr(continuous, "prefill", lambda *a, **how: kept.append(how["num_kept"]) or read(*a, **how))
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=14))
-    assert answers == {str(i): alone(target, prompt, max_new_tokens=14) for i, prompt in enumerate(prompts)}
+    texts = joined_texts(target, prompts, batch_size=2, max_new_tokens=14)
+    assert texts == [alone(target, prompt, max_new_tokens=14) for prompt in prompts]
     assert kept == [0, 6, 7, 5, 0, 0]
 
 
@@ -68,17 +66,9 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
     """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
     target = tiny_target("llama", vocab_size=6, eos_token_id=None)
-    head = perturb(build_head(HEADS[head_type].config_class(type=head_type), target, seed=1), 0.1, seed=3).eval()
+    head = perturb(untrained(head_type, target), 0.1, seed=3)
     prompts = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]]
-    rounds, run = [], continuous.run_round
-    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=head))
-    one_by_one = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
-    assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
-    expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
-    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
-    assert max(expected) > 1
+    assert max(check_joining(target, prompts, head, monkeypatch)) > 1
 
 
 OTHERS = {
@@ -92,14 +82,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_drafters_too(name, target, tiny_target, monkeypatch):
     prompts = [*PROMPTS[:5], [3 + 7 * i % 50 for i in range(60)], [3 + 5 * i % 50 for i in range(90)]]
-    drafter, rounds, run = OTHERS[name](target, tiny_target), [], continuous.run_round
-    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=drafter))
-    one_by_one = [generate(target, drafter, prompt, max_new_tokens=14) for prompt in prompts]
-    assert answers == {str(i): done.token_ids[0] for i, done in enumerate(one_by_one)}
-    expected = sorted(n for done in one_by_one for one in done.rounds[1:] for n in one.num_committed)
-    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected, "the first fills caches"
+    check_joining(target, prompts, OTHERS[name](target, tiny_target), monkeypatch)
 
 
 def test_a_round_is_launched_before_the_last_ones_tokens_are_read(target, monkeypatch):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import own_text, untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -12,7 +13,6 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.heads.drafter import Drafter
 from headstart.heads.drafting import StaticTree
-from headstart.heads.registry import HEADS, build_head
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -20,8 +20,7 @@ PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 
 def perturbed(head_type, target, **changes):
     """A head whose drafts are sometimes right and sometimes wrong."""
-    head = build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
-    return perturb(head, 0.02, seed=3).eval()
+    return perturb(untrained(head_type, target, **changes), 0.02, seed=3)
 
 
 def huggingface(target, prompt, num_tokens):
@@ -30,9 +29,7 @@ def huggingface(target, prompt, num_tokens):
 
 @cache
 def written(target, prompt, num_tokens):
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
+    return own_text(target.model, list(prompt), num_tokens, eos_token_id=None)
 
 
 def first_times(text):
@@ -116,8 +113,8 @@ def test_rows_that_end_at_different_times_equal_single_rows(family, target_of):
         assert alone.token_ids == [wanted[i]]
         beside = [(r.num_accepted[i], r.num_committed[i]) for r in out.rounds if r.num_committed[i]]
         assert beside == [(r.num_accepted[0], r.num_committed[0]) for r in alone.rounds], "same rounds too"
-    untrained = build_head(HEADS[head_type].config_class(type=head_type, **changes), target)
-    assert generate(target, untrained, PROMPTS, max_new_tokens=26, eos_token_ids=eos).token_ids == wanted
+    fresh = untrained(head_type, target, **changes)
+    assert generate(target, fresh, PROMPTS, max_new_tokens=26, eos_token_ids=eos).token_ids == wanted
 
 
 def test_a_prompt_may_be_a_tensor_a_list_or_many(target):
@@ -185,32 +182,22 @@ def test_the_same_seed_samples_the_same_text(target):
 # What is refused
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [[1, 2], []], torch.zeros(0, dtype=torch.long)])
-def test_an_empty_prompt_is_refused(prompt, target):
-    with pytest.raises(BadInput, match="^empty prompt: at least one token per row is needed$"):
-        generate(target, None, prompt)
+NOTHING = [[], [[]], [[1, 2], []], torch.zeros(0, dtype=torch.long)]
 
 
-def test_a_prompt_beyond_the_context_is_refused(target):
-    with pytest.raises(BadInput, match=r"^prompt 1: 250 tokens \+ 7 new.* exceed the context of 256$"):
-        generate(target, None, [[1], [1] * 250], max_new_tokens=7)
-    assert len(generate(target, None, [1] * 250, max_new_tokens=6, eos_token_ids=[]).token_ids[0]) == 6
-
-
-@pytest.mark.parametrize("prompt", [[1, 61], [1, -1]])
-def test_a_token_outside_the_vocabulary_is_refused(prompt, target):
-    with pytest.raises(BadInput, match=r"^prompt 0: token id (61|-1) is outside the vocabulary of 61$"):
-        generate(target, None, prompt)
-
-
-def test_fewer_than_one_new_token_is_refused(target):
-    with pytest.raises(BadInput, match="^max_new_tokens 0: expected at least 1$"):
-        generate(target, None, [1], max_new_tokens=0)
-
-
-def test_a_negative_temperature_is_refused(target):
-    with pytest.raises(BadInput, match="^temperature -1.0: expected 0 or more$"):
-        generate(target, None, [1], temperature=-1.0)
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "problem"),
+    [
+        *((nothing, 7, "empty prompt: at least one token per row is needed") for nothing in NOTHING),
+        ([[1], [1] * 250], 7, r"prompt 1: 250 tokens \+ 7 new.* exceed the context of 256"),
+        ([1, 61], 7, "prompt 0: token id 61 is outside the vocabulary of 61"),
+        ([1, -1], 7, "prompt 0: token id -1 is outside the vocabulary of 61"),
+        ([1], 0, "max_new_tokens 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(prompt, max_new_tokens, problem, target):
+    with pytest.raises(BadInput, match=f"^{problem}$"):
+        generate(target, None, prompt, max_new_tokens=max_new_tokens)
 
 
 @pytest.mark.parametrize(("head_type", "wrong"), [("medusa", [5, 0, -1]), ("eagle3", [0, -3])])

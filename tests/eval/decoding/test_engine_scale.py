@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding import generate
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def texts_of():
 @pytest.mark.parametrize("tree", [None, DynamicTree(num_nodes=8, depth=3, top_k=3)], ids=["chain", "tree"])
 def test_64_ragged_rows_equal_single_rows(head_type, tree, target, texts_of):
     """Prompts of 1 to 64 tokens, rows that accept different lengths and end at different times."""
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     prompts, wanted = texts_of(target, range(1, 65), 20)
     batch = generate(target, head, prompts, max_new_tokens=20, tree=tree)
     assert len({len(new) for new in batch.token_ids}) > 1, "rows end at different lengths"
@@ -41,6 +41,6 @@ def long_target(tiny_target):
 
 def test_contexts_of_4096_tokens(head_type, long_target, texts_of):
     """Beside a prompt of one token, in one batch."""
-    head = build_head(HEADS[head_type].config_class(type=head_type), long_target, seed=1).eval()
+    head = untrained(head_type, long_target)
     prompts, wanted = texts_of(long_target, (4096, 1, 700), 12)
     assert generate(long_target, head, prompts, max_new_tokens=12).token_ids == wanted

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding import replay
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.engine import Engine
@@ -20,16 +21,11 @@ from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import StaticTree
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0)))}
-
-
-def head_for(head_type: str, target: Any, **changes: Any) -> Any:
-    return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1).eval()
 
 
 class FakeCuda:
@@ -99,7 +95,7 @@ def test_all_of_decoding_runs_with_the_targets_device_as_the_current_one(target,
         return forward(*arguments, **how)
 
     monkeypatch.setattr(target, "forward", watched)
-    generate(target, head_for("eagle3", target), PROMPTS, max_new_tokens=6)
+    generate(target, untrained("eagle3", target), PROMPTS, max_new_tokens=6)
     assert within and all(within)
 
 
@@ -123,7 +119,7 @@ def test_out_of_memory_in_a_recording_fails_one_batch(target, monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     monkeypatch.setattr(replay, "compiled", failing(error, times=1))
     config = MeasureConfig(setting=chain(3), max_new_tokens=8, steps="compile")
-    entry, _ = measure(target, head_for("eagle3", target), Suite("four", PROMPTS), config, name="eagle3")
+    entry, _ = measure(target, untrained("eagle3", target), Suite("four", PROMPTS), config, name="eagle3")
     assert [one.prompt for one in entry.failed] == [0] and entry.num_prompts == 3
     assert "out of memory" in entry.failed[0].reason
 
@@ -143,7 +139,7 @@ def test_out_of_memory_that_a_broken_capture_hides_is_seen(monkeypatch):
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_says_so(target, monkeypatch):
-    head = head_for("eagle3", target)
+    head = untrained("eagle3", target)
     wanted = generate(target, head, PROMPTS, max_new_tokens=20, eos_token_ids=[]).token_ids
     monkeypatch.setattr(replay, "compiled", failing(RuntimeError("operation not permitted when stream is capturing")))
     engine = Engine(target, head, batch_size=4, max_length=28, steps="compile")
@@ -189,7 +185,7 @@ def no_collection() -> Any:
 def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
     """At once, and not when a collection comes by: the next engine needs the memory."""
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: lambda *now: step(*now))
-    engine = Engine(target, head_for(head_type, target), batch_size=4, max_length=24, tree=TREES[tree], steps=steps)
+    engine = Engine(target, untrained(head_type, target), batch_size=4, max_length=24, tree=TREES[tree], steps=steps)
     decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
     kept = [weakref.ref(tensor) for layer in engine.cache.layers for tensor in (layer.keys, layer.values)]
     kept += [weakref.ref(engine.cache), weakref.ref(engine)]
@@ -203,7 +199,7 @@ def test_keys_and_values_go_with_an_engine_that_was_traced(target, monkeypatch, 
     """What compiled code keeps of a step is not the engine."""
     record = replay.compiled
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: record(step, arguments, backend="eager"))
-    engine = Engine(target, head_for("eagle3", target), batch_size=4, max_length=24, steps="compile")
+    engine = Engine(target, untrained("eagle3", target), batch_size=4, max_length=24, steps="compile")
     decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
     kept = [weakref.ref(engine.cache.layers[0].keys), weakref.ref(engine)]
     del engine
@@ -228,7 +224,7 @@ def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, target, monk
     """What they draft is the same, and no reading is wider than a chunk: so is no mask."""
     source = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 61, (length,), generator=source).tolist() for length in (37, 12, 5, 33, 1, 24)]
-    head, widths = perturb(head_for(head_type, target), 0.02, seed=3), []
+    head, widths = perturb(untrained(head_type, target), 0.02, seed=3), []
     how: dict[str, Any] = {"max_new_tokens": 16, "eos_token_ids": []}
     whole = generate(target, head, prompts, **how)
     commit = head.commit
@@ -249,7 +245,7 @@ def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
     """The sparse target, which looks at a prompt's end, and drafts by rates, which look a prompt up; a head within
     these reads in chunks."""
     prompts = [PROMPTS[1] * 4, PROMPTS[3]]
-    inner = head_for("eagle3", target)
+    inner = untrained("eagle3", target)
     synthetic = SyntheticDrafter(target, prompts, [0.7, 0.5], max_new_tokens=16, inner=inner)
     widths, commit = [], inner.commit
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drafted import untrained
 from headstart.benchmarks.engine_cells import SIZES
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.engine import DecodeState, Engine
@@ -18,7 +19,7 @@ from headstart.heads.decoders.split_attention import reads_in_parts
 from headstart.heads.drafter import Reading
 from headstart.heads.drafting import Proposal, StaticTree
 from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import HEADS, build_head
+from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
 from headstart.heads.targets.fit import build_skeleton_head
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -254,13 +255,13 @@ def test_moving_a_path_takes_as_many_kernels_whatever_the_layers(num_layers):
 def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkeypatch):
     """As on a GPU, here on a CPU: texts, drafts and features; and weights take no memory twice."""
     target, prompts = tiny_target(family), [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]]
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    head = untrained("eagle3", target)
     for tree in (None, tree_of(2, 2)):
         how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_ids": [], "tree": tree}
         wanted = generate(target, head, prompts, **how)
         joined = tiny_target(family)
         monkeypatch.setattr(joined_decoder, "decodes_joined", lambda device: True)
-        head_of_joined = build_head(HEADS["eagle3"].config_class(type="eagle3"), joined, seed=1).eval()
+        head_of_joined = untrained("eagle3", joined)
         found = generate(joined, head_of_joined, prompts, **how)
         monkeypatch.undo()
         assert joined.decoder is not None and target.decoder is None

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from drafted import own_text, untrained
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -15,7 +16,7 @@ from headstart.eval.measurement.tree_search import optimal_tree, static_tree
 from headstart.heads.decoders.cpu.build import supported_sets
 from headstart.heads.decoders.cpu.decoder import CpuDecoder
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head
+from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
 from perturbing import perturb
 
@@ -58,7 +59,7 @@ def drafter_of(target_of):
             return DraftModelDrafter(target_of("qwen2"))
         if name == "sparse-self":
             return SparseSelfDrafter(target_of(family), 32)
-        return perturb(build_head(HEADS[name].config_class(type=name), target_of(family), seed=1), 0.1, seed=3).eval()
+        return perturb(untrained(name, target_of(family)), 0.1, seed=3)
 
     return make
 
@@ -69,10 +70,7 @@ def wanted_of(target_of):
 
     @cache
     def write(family):
-        how = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "eos_token_id": None}
-        rows = [torch.tensor([prompt]) for prompt in PROMPTS]
-        model = target_of(family).model
-        return [model.generate(r, attention_mask=torch.ones_like(r), **how)[0, r.shape[1] :].tolist() for r in rows]
+        return [own_text(target_of(family).model, prompt, NUM_NEW, eos_token_id=None) for prompt in PROMPTS]
 
     return write
 
@@ -102,7 +100,7 @@ def narrow_of(tiny_model):
 
     @cache
     def make(name):
-        return target, build_head(HEADS[name].config_class(type=name), target, seed=1).to(torch.bfloat16).eval()
+        return target, untrained(name, target).to(torch.bfloat16)
 
     return make
 

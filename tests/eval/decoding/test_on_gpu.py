@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
+from drafted import untrained
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.draft_setting import chains
 from headstart.eval.decoding.engine import Engine
@@ -21,7 +22,6 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
 from headstart.heads.drafting import DynamicTree, StaticTree
-from headstart.heads.registry import HEADS, build_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -41,7 +41,7 @@ def on_gpu(tiny_target):
 
 
 def head_for(head_type, target, **changes):
-    return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1).eval().to(target.dtype)
+    return untrained(head_type, target, **changes).to(target.dtype)
 
 
 def both_ways(target, drafter, *, steps, tree=None, num_new=40, prompts=PROMPTS):
@@ -164,7 +164,7 @@ def test_a_captured_graph_draws_from_the_generator(head_type, tree, on_gpu):
 
 def test_captured_rounds_are_timed_again_and_again(on_gpu):
     """Of a head, and of drafts that cost nothing; the prompts are read once, and again where asked."""
-    for drafter in (build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval(), BlankDrafter()):
+    for drafter in (untrained("eagle3", on_gpu), BlankDrafter()):
         settings, config = chains(drafter, [3]), MeasureConfig(steps="graph")
         cell = TimedCell(on_gpu, drafter, settings, config, batch_size=2, context=8, text=PROMPTS[1])
         for reads_again in (False, False, True):
@@ -174,7 +174,7 @@ def test_captured_rounds_are_timed_again_and_again(on_gpu):
 
 
 def test_captured_synthetic_drafts_are_right_as_often_as_eager_ones(on_gpu):
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), on_gpu, seed=1).eval()
+    head = untrained("eagle3", on_gpu)
     drafter = SyntheticDrafter(on_gpu, PROMPTS, [0.8, 0.6, 0.4], max_new_tokens=40, inner=head)
     lengths = []
     for steps in ("eager", "graph"):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import own_text, untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.nn.documents import Documents
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from headstart.heads.targets import own_masks
 from headstart.heads.targets.own_masks import OwnMasks
@@ -70,10 +70,7 @@ def texts(model: Any) -> list[list[int]]:
     """What transformers' own decoding writes behind each prompt."""
     found = []
     for prompt in PROMPTS:
-        row = torch.tensor([prompt])
-        how: dict[str, Any] = {"do_sample": False, "min_new_tokens": 24, "max_new_tokens": 24, "eos_token_id": None}
-        done = model.generate(row, attention_mask=torch.ones_like(row), pad_token_id=0, **how)
-        text = done[0, len(prompt) :].tolist()
+        text = own_text(model, prompt, 24, min_new_tokens=24, eos_token_id=None)
         assert len(set(text)) > 5, "a text that could not tell right from wrong"
         found.append(text)
     return found
@@ -83,11 +80,11 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "itself": DraftModelDrafter,
     "sparse itself": lambda target: SparseSelfDrafter(target, 32),
-    "eagle3": lambda target: build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval(),
+    "eagle3": lambda target: untrained("eagle3", target),
 }
 
 
-@pytest.mark.fast_only(drafter=["eagle3", "ngram"])
+@pytest.mark.fast_only(drafter=["eagle3"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_chains_are_the_models_own_text_alone_and_in_a_batch(drafter, target, texts):
     how = {**HOW, "num_draft_tokens": None if drafter == "none" else 3}

@@ -1,7 +1,6 @@
 """Steps that are recorded, as CUDA graphs or compiled code, decode what eager ones do."""
 
 import shutil
-from collections import deque
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import partial
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import continuous, replay
-from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.replay import default_steps
@@ -24,7 +23,7 @@ from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.joined_decoder import JoinedDecoder
 from headstart.heads.drafting import DynamicTree, StaticTree, levels
-from headstart.heads.registry import HEADS, build_head
+from joining import check_joining
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -75,10 +74,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "compiled", partial(replay.compiled, backend="eager"))
 
 
-def head_for(head_type: str, target: Any, **options: Any) -> Any:
-    return build_head(HEADS[head_type].config_class(type=head_type, **options), target, seed=1).eval()
-
-
 def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
     """One engine decodes several texts as fresh eager ones do, drafts included."""
     wanted = generate(target, drafter, PROMPTS, max_new_tokens=8, tree=tree, eos_token_ids=[])
@@ -94,16 +89,16 @@ def both_ways(target: Any, drafter: Any, tree: Any, **how: Any) -> None:
 @pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_no_step_of_any_head_reads_to_the_host(head_type, tree, target, recorded_strictly):
-    both_ways(target, head_for(head_type, target), TREES[tree])
+    both_ways(target, untrained(head_type, target), TREES[tree])
 
 
 def test_nor_does_a_static_tree(target, recorded_strictly):
-    both_ways(target, head_for("eagle3", target), TREES["static"])
+    both_ways(target, untrained("eagle3", target), TREES["static"])
 
 
 @pytest.mark.parametrize("name", ["draft_lm", "eagle3"])
 def test_nor_does_one_that_drafts_behind_mask_tokens(name, target, recorded_strictly):
-    both_ways(target, head_for(name, target, parallel=True, num_depths=4), None)
+    both_ways(target, untrained(name, target, parallel=True, num_depths=4), None)
 
 
 def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):
@@ -113,12 +108,12 @@ def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):
 @pytest.mark.parametrize("drafts", [False, True])
 def test_nor_does_a_delta_rule(drafts, tiny_target, recorded_strictly):
     target = tiny_target("qwen3_5")
-    both_ways(target, head_for("eagle3", target) if drafts else None, None)
+    both_ways(target, untrained("eagle3", target) if drafts else None, None)
 
 
 def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
     """Trees of drawn children, their rejection rule, top-k, top-p and the bonus included."""
-    head = head_for(head_type, target)
+    head = untrained(head_type, target)
     sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9)
     texts = []
     for steps in ("eager", "compile"):
@@ -141,7 +136,7 @@ def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorde
     ("head_type", "tree"), [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "dynamic"), ("block", "chain")]
 )
 def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly, monkeypatch):
-    beside_look_ups(target, head_for(head_type, target), TREES[tree], monkeypatch)
+    beside_look_ups(target, untrained(head_type, target), TREES[tree], monkeypatch)
 
 
 def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,18 +162,18 @@ def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_nor_do_drafts_without_a_head(target, recorded_strictly):
     both_ways(target, BlankDrafter(), None)
-    drafter = SyntheticDrafter(target, PROMPTS, [0.7, 0.5], max_new_tokens=24, inner=head_for("eagle3", target))
+    drafter = SyntheticDrafter(target, PROMPTS, [0.7, 0.5], max_new_tokens=24, inner=untrained("eagle3", target))
     both_ways(target, drafter, None)
 
 
 @pytest.mark.slow
 def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
-    both_ways(target, head_for(head_type, target), None)
+    both_ways(target, untrained(head_type, target), None)
 
 
 @pytest.mark.slow
 def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
-    beside_look_ups(target, head_for("eagle3", target), None, monkeypatch)
+    beside_look_ups(target, untrained("eagle3", target), None, monkeypatch)
 
 
 @pytest.mark.slow
@@ -190,13 +185,13 @@ def test_sparse_drafts_are_traced_whole(target, traced):
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_trees_are_traced_whole(tree, target, traced):
-    both_ways(target, head_for("eagle3", target), TREES[tree])
+    both_ways(target, untrained("eagle3", target), TREES[tree])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_steps_decode_the_same(target):
-    both_ways(target, head_for("medusa", target), None)
+    both_ways(target, untrained("medusa", target), None)
 
 
 @pytest.fixture
@@ -222,19 +217,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return recorded
 
 
-def joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_recorded_joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of a few tokens and of more than 128 slots, three at a time: what is recorded for few slots serves again
-    when the long ones have left. The answers, and the drafts that were accepted, are those of each prompt alone."""
+    when the long ones have left."""
     prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
-    wanted = [generate(target, head, prompt, max_new_tokens=14) for prompt in prompts]
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    rounds, run = [], continuous.run_round
-    monkeypatch.setattr(continuous, "run_round", lambda *given: rounds.append(run(*given)) or rounds[-1])
     monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")
-    answers = dict(answer_continuously(target, waiting, batch_size=3, max_new_tokens=14, drafter=head))
-    assert answers == {str(i): one.token_ids[0] for i, one in enumerate(wanted)}
-    expected = sorted(n for done in wanted for one in done.rounds[1:] for n in one.num_committed)
-    assert sorted(n for done, _ in rounds[1:] for n in done.num_committed if n) == expected
+    check_joining(target, prompts, head, monkeypatch)
 
 
 @pytest.mark.slow
@@ -251,12 +239,12 @@ def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, m
                     tensor.zero_()
 
     monkeypatch.setattr(continuous, "take_row", taken)
-    joining(target, head_for(head_type, target), monkeypatch)
+    check_recorded_joining(target, untrained(head_type, target), monkeypatch)
     assert len(captured) == 4, "each step, for 128 slots and for more"
 
 
 def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
-    joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
+    check_recorded_joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
     assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
 
 
@@ -266,7 +254,7 @@ def test_prompts_that_join_together_are_read_without_the_host(
     family, num_joining, tiny_target, recorded_strictly, monkeypatch
 ):
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
-    joining(tiny_target(family, vocab_size=64), None, monkeypatch)
+    check_recorded_joining(tiny_target(family, vocab_size=64), None, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +272,7 @@ def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_targ
     monkeypatch.setattr(joined_decoder, "FEWEST_COMPILED", 0)
     monkeypatch.setattr(joined_decoder, "compiled_ahead", partial(joined_decoder.compiled_ahead, backend="eager"))
     target = tiny_target(family)
-    head = head_for("eagle3", target) if drafted else None
+    head = untrained("eagle3", target) if drafted else None
     wanted = generate(target, head, PROMPTS, max_new_tokens=12, eos_token_ids=[]).token_ids
     engine = Engine(target, head, batch_size=4, max_length=32, steps="graph")
     assert isinstance(target.decoder, JoinedDecoder) and not target.decoder.compiled

@@ -1,15 +1,14 @@
 """Targets with recurrent layers: chains decode the model's own text, whatever is accepted, rejected or batched."""
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from drafted import own_text, untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import continuous
-from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.draft_setting import DraftSetting
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -22,8 +21,8 @@ from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.step_times import TimedCell
 from headstart.heads.decoders.state_cache import StateLayer
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
+from joining import joined_texts
 from perturbing import perturb
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -86,24 +85,18 @@ def make_hybrid(kind: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def own_text(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "eos_token_id": None}
-    fresh = copy.deepcopy(model)  # RecurrentGemma leaves states behind, which a prompt of one token would read
-    return fresh.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module", params=HYBRIDS)
 def hybrid(request: pytest.FixtureRequest) -> tuple[Target, list[list[int]]]:
     """A target, and the model's own texts behind PROMPTS."""
     model = make_hybrid(request.param)
-    texts = [own_text(model, prompt) for prompt in PROMPTS]
+    # of copies: RecurrentGemma leaves states behind, which a prompt of one token would read
+    texts = [own_text(copy.deepcopy(model), prompt, NUM_NEW, eos_token_id=None) for prompt in PROMPTS]
     assert max(len(set(text)) for text in texts) > 3, "texts that do not repeat one token"
     return Target(model, name=request.param, fingerprint=""), texts
 
 
 def perturbed_head(target: Target) -> Any:
-    return perturb(build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1), 0.1, seed=3).eval()
+    return perturb(untrained("eagle3", target), 0.1, seed=3)
 
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
@@ -153,10 +146,8 @@ def test_rows_join_and_leave_a_running_batch(drafter, is_ahead, hybrid, monkeypa
     """is_ahead: the next round is launched before a round's tokens are read, as on a GPU."""
     monkeypatch.setattr(continuous, "launches_ahead", lambda device: is_ahead)
     target, texts = hybrid
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(PROMPTS * 2))
     how = {"batch_size": 3, "max_new_tokens": NUM_NEW, "stop": Stop(frozenset())}
-    answers = dict(answer_continuously(target, waiting, drafter=DRAFTERS[drafter](target), **how))
-    assert answers == {str(i): text for i, text in enumerate(texts * 2)}
+    assert joined_texts(target, PROMPTS * 2, drafter=DRAFTERS[drafter](target), **how) == texts * 2
 
 
 @pytest.mark.fast_only(hybrid=FEW)

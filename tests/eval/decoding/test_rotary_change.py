@@ -1,15 +1,14 @@
 """Longrope: each token is the choice of the model's whole forward over its row, whose length decides the rotation."""
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding import loop as generating
 from headstart.eval.decoding import replay
-from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.stopping import Stop
@@ -24,9 +23,9 @@ from headstart.eval.suites.prompts import PromptSource, Suite
 from headstart.heads.drafting import DynamicTree
 from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.layers import llama_config
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from headstart.heads.targets.row_rotary import RowRotary
+from joining import joined_texts
 
 CHANGE, NUM_NEW = 32, 20
 LONGROPE: dict[str, Any] = {
@@ -60,15 +59,11 @@ def texts(target: Target) -> list[list[int]]:
     return found
 
 
-def eagle3(target: Target) -> Any:
-    return build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
-
-
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda target: None,
     "itself": DraftModelDrafter,
     "sparse itself": lambda target: SparseSelfDrafter(target, 32),
-    "eagle3": eagle3,
+    "eagle3": lambda target: untrained("eagle3", target),
 }
 
 
@@ -83,16 +78,15 @@ def test_chains_are_the_models_own_text_alone_and_in_a_batch(drafter, target, te
 
 def test_trees_are_the_models_own_text(target, texts):
     tree = DynamicTree(num_nodes=7, depth=3, top_k=3)
-    assert generate(target, eagle3(target), PROMPTS, tree=tree, **HOW).token_ids == texts
+    assert generate(target, untrained("eagle3", target), PROMPTS, tree=tree, **HOW).token_ids == texts
 
 
 def test_rows_that_join_a_batch_later_are_the_models_own_text(target, texts, monkeypatch):
     """Also where a prompt begins like the one before it, whose cache is kept, and only one of the two is long."""
     prompts = [PROMPTS[3], PROMPTS[3][:25], *PROMPTS]
     wanted = [texts[3], own_text(target, PROMPTS[3][:25]), *texts]
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    found = dict(answer_continuously(target, waiting, batch_size=2, max_new_tokens=NUM_NEW, stop=Stop(frozenset())))
-    assert [found[str(i)] for i in range(len(prompts))] == wanted
+    found = joined_texts(target, prompts, batch_size=2, max_new_tokens=NUM_NEW, stop=Stop(frozenset()))
+    assert found == wanted
 
 
 def test_sampled_rounds_end_at_the_change_too(target, texts):
@@ -169,7 +163,7 @@ def test_packed_texts_have_the_frequencies_that_they_have_alone(target):
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_heads_own_layers_do_not_depend_on_the_length(kind, tiny_target):
     rope = LONGROPE if kind == "longrope" else {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
-    head = eagle3(tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=64))
+    head = untrained("eagle3", tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=64))
     served = llama_config(head.target.config).rope_parameters
     assert served == {"rope_type": "default", "rope_theta": 500.0}
     few, many = (head.rotary.tables(num, like=torch.zeros(1)).cos for num in (16, 2048))
@@ -181,7 +175,7 @@ def test_drafts_beyond_the_context_leave_the_targets_frequencies_alone(tiny_targ
     rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
     target = tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=CHANGE)
     prompt = PROMPTS[1][: CHANGE - NUM_NEW]
-    head = build_head(HEADS["mtp"].config_class(type="mtp"), target, seed=1).eval()
+    head = untrained("mtp", target)
     text = own_text(target, prompt)
     assert generate(target, head, prompt, num_draft_tokens=3, **HOW).token_ids == [text]
     assert target.base.rotary_emb.max_seq_len_cached == CHANGE

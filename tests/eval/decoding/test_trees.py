@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from drafted import own_text, untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.metrics import acceptance
@@ -18,7 +19,7 @@ from headstart.heads.drafting import (
     draft_dynamic,
     draft_static,
 )
-from headstart.heads.registry import HEADS, build_head
+from headstart.heads.registry import HEADS
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -29,8 +30,7 @@ DYNAMIC = DynamicTree(num_nodes=12, depth=4, top_k=3)
 @pytest.fixture
 def head(head_type, target):
     """An untrained head with perturbed weights."""
-    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=4), target, seed=1)
-    return perturb(head, 0.1, seed=3).eval()
+    return perturb(untrained(head_type, target, num_depths=4), 0.1, seed=3)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ CASES = [
 def test_greedy_trees_are_lossless(head_type, family, tree, texts_of):
     """Every family of target, sliding windows too; in a ragged batch and row by row."""
     target, wanted = texts_of(family)
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     assert generate(target, head, PROMPTS, max_new_tokens=16, tree=tree).token_ids == wanted
     assert generate(target, head, PROMPTS[1], max_new_tokens=16, tree=tree).token_ids == wanted[1:2]
 
@@ -224,23 +224,14 @@ def test_a_sampled_tree_has_the_children_that_were_drawn_before():
 
 
 def test_a_tree_deeper_than_the_head_is_refused(target):
-    head = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
+    head = untrained("medusa", target, num_depths=2)
     with pytest.raises(BadInput, match="num_draft_tokens 4"):
         generate(target, head, [1, 2], tree=STATIC)
 
 
 @pytest.mark.parametrize(("head_type", "tree"), [("block", None), ("eagle3", STATIC)])  # the engine is the same for all
-def test_repetition_penalty_is_that_of_transformers(head_type, tree, target, penalised):
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
-    for prompt, wanted in zip(PROMPTS, penalised, strict=True):
+def test_repetition_penalty_is_that_of_transformers(head_type, tree, target):
+    head = untrained(head_type, target)
+    for prompt in PROMPTS:
         out = generate(target, head, prompt, max_new_tokens=16, repetition_penalty=1.5, tree=tree)
-        assert out.token_ids[0] == wanted
-
-
-@pytest.fixture(scope="module")
-def penalised(target):
-    """What transformers writes behind each prompt."""
-    how = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "repetition_penalty": 1.5}
-    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
-    model = target.model
-    return [model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :].tolist() for row in rows]
+        assert out.token_ids[0] == own_text(target.model, prompt, 16, repetition_penalty=1.5)

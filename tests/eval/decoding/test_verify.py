@@ -132,7 +132,7 @@ def test_samples_follow_their_distribution():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_k": 1.5}]
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_k": 1.5}]
     + [{"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}],
     ids=str,
 )

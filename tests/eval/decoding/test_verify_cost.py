@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import replay
 from headstart.eval.decoding.draft_setting import DraftSetting, chain
@@ -19,7 +20,7 @@ from headstart.eval.measurement.tree_search import sampled_chain, verify_cost
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.block_network import BlockConfig
 from headstart.heads.drafting import Proposal, worth_verifying
-from headstart.heads.registry import HEADS, build_head
+from headstart.heads.registry import build_head
 from headstart.scripts.eval_drafts import WantedDrafts
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -117,7 +118,7 @@ def test_a_confidence_head_stops_rows(options, target):
 
 
 def test_every_head_estimates_by_its_own_probabilities(head_type, target):
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     found = generate(target, head, PROMPTS, max_new_tokens=20, eos_token_ids=[], verify_cost=0.02)
     assert found.token_ids == generate(target, None, PROMPTS, max_new_tokens=20, eos_token_ids=[]).token_ids
     for one in found.rounds[1:]:

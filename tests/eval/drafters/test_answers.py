@@ -1,10 +1,10 @@
 """Answers of the target as look-ups: read as the template has them, believed as far as they are right, and never those
 of prompts that are measured."""
 
-import json
 import struct
 
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.draft_setting import chain
@@ -21,10 +21,10 @@ from headstart.eval.measurement.resume import identity
 from headstart.eval.plan.planner import PlanConfig, Planner
 from headstart.eval.suites.prompts import ChatOptions, Suite, load_suite
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head, save_head
-from headstart.heads.target import Target
+from headstart.heads.registry import save_head
 
 PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
+ANSWER = {"role": "assistant", "content": "w6"}
 
 
 def row_of(answers, *text):
@@ -55,7 +55,7 @@ def test_the_source_that_was_right_more_often_decides():
 @pytest.mark.parametrize("tree", [None, DynamicTree(num_nodes=9, depth=3, top_k=4)], ids=["chain", "tree"])
 def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target, tree):
     answers = answered(target, PROMPTS)
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
+    head = untrained("eagle3", target, num_depths=3)
     drafters = [HybridDrafter(head, answers=answers), SuffixDrafter(answers=answers)]
     for drafter in drafters:
         length = None if tree else 3
@@ -81,25 +81,13 @@ def test_answers_to_prompts_that_are_measured_are_left_out(target):
     assert not answers.trie.child
 
 
-def test_a_plan_leaves_them_out_too(target):
-    answers = answered(target, PROMPTS)
-    config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
-    Planner(target, SuffixDrafter(answers=answers), Suite("all", PROMPTS), config, "suffix+answers")
-    assert not answers.trie.child
-
-
-CHAT = "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} w2 {% endfor %}"
-
-
 @pytest.mark.parametrize("wording", ["w5 w6", " W5\n w6 ", [{"type": "text", "text": "w5 w6"}]])
-def test_the_same_question_behind_another_system_prompt_is_left_out(wording, saved_target, tmp_path):
-    target = Target.load(saved_target)
-    target.tokenizer.chat_template = CHAT + "{% if add_generation_prompt %}w11 {% endif %}"
-    answers, prompts = tmp_path / "answers.jsonl", tmp_path / "prompts.jsonl"
+def test_the_same_question_behind_another_system_prompt_is_left_out(wording, chat_target, written):
+    """Of measurements, and of plans."""
+    target = chat_target
     chats = [[("user", asked), ("assistant", f"w7 w{8 + i} w9")] for i, asked in enumerate((wording, "w20 w21"))]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts.write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
+    answers, prompts = written("answers.jsonl", *rows), written("prompts.jsonl", {"turns": ["w5 w6"]})
     known = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
     suite = load_suite(prompts, target, max_new_tokens=8, chat=ChatOptions(system="w30 w31 w32"))
     assert known.answers is not None
@@ -122,18 +110,6 @@ def read_cache(path):
     return read
 
 
-def test_an_answer_that_the_template_refuses_is_named(saved_target, tmp_path):
-    tokenizer = Target.load(saved_target).tokenizer
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}w9{% endfor %}"
-    )
-    path = tmp_path / "answers.jsonl"
-    chat = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
-    path.write_text(json.dumps({"messages": chat}) + "\n")
-    with pytest.raises(BadInput, match="answers.jsonl:1: the chat template refuses the messages"):
-        load_answers(path, tokenizer)
-
-
 def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
     answers = Answers([([9], [1, 2, 3]), ([9], [1, 2, 4]), ([8], [1, 2, 3])])
     num_ngrams = write_cache(answers, tmp_path)
@@ -151,24 +127,14 @@ def test_a_measurement_with_other_answers_is_another_one(target):
     assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
-def test_rows_are_read_as_the_target_reads_them(saved_target, tmp_path):
-    target = Target.load(saved_target)
-    tokenizer = target.tokenizer
-    words = tokenizer.convert_ids_to_tokens([10, 11])
-    rows = [
-        {"prompt": words[0], "response": words[1]},
-        {"input_ids": [4, 5, 6, 7], "prompt_length": 2},
-    ]
-    if tokenizer.chat_template:
-        rows.append({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]})
-    path = tmp_path / "answers.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = load_answers(path, target.tokenizer).rows
-    assert read[1] == ([4, 5], [6, 7]) and len(read) == len(rows)
-    assert read[0][1][:1] == [11]
-    head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
-    assert build_drafter(f"suffix:{path}", target)[0] == "suffix+answers"
-    assert build_drafter(f"hybrid:{head}:{path}", target)[0] == "hybrid+answers"
+def test_rows_are_read_as_the_target_reads_them(chat_target, written, tmp_path):
+    rows = [{"prompt": "w10", "response": "w11"}, {"input_ids": [4, 5, 6, 7], "prompt_length": 2}]
+    path = written("answers.jsonl", *rows, {"messages": [{"role": "user", "content": "w5"}, ANSWER]})
+    first, *others = load_answers(path, chat_target.tokenizer).rows
+    assert (first[0], first[1][:1]) == ([10], [11]) and others == [([4, 5], [6, 7]), ([10, 5, 2, 11], [6, 2])]
+    head = save_head(untrained("medusa", chat_target), tmp_path / "head")
+    assert build_drafter(f"suffix:{path}", chat_target)[0] == "suffix+answers"
+    assert build_drafter(f"hybrid:{head}:{path}", chat_target)[0] == "hybrid+answers"
 
 
 @pytest.mark.parametrize(
@@ -177,14 +143,11 @@ def test_rows_are_read_as_the_target_reads_them(saved_target, tmp_path):
         ({"text": "no answer"}, "an answer needs `messages`"),
         ({"prompt": "hi", "response": 3}, "the answer should be text"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "should be the assistant's"),
+        ({"messages": [{"role": "tool", "content": "w5"}, ANSWER]}, "the chat template refuses the messages"),
     ],
 )
-def test_a_row_without_an_answer_is_named(saved_target, tmp_path, row, problem):
-    target = Target.load(saved_target)
-    if "messages" in row and not target.tokenizer.chat_template:
-        pytest.skip("this tokenizer has no chat template")
-    path = tmp_path / "answers.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+def test_a_row_without_an_answer_is_named(chat_target, written, row, problem):
+    path = written("answers.jsonl", row)
     with pytest.raises(BadInput, match=problem) as caught:
-        load_answers(path, target.tokenizer)
+        load_answers(path, chat_target.tokenizer)
     assert str(caught.value).startswith(f"{path}:1: ")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import own_text, told, untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters import lookup
@@ -12,9 +13,8 @@ from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
 from headstart.eval.drafters.sparse_self import SparseSelfDrafter
 from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.drafter import Drafter, Reading
-from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.drafter import Drafter
+from headstart.heads.registry import HEADS, save_head
 from headstart.heads.target import Target
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
@@ -34,49 +34,22 @@ def drafter(request, target, tiny_target) -> Drafter:
     return make[request.param]()
 
 
-def told(drafter: Drafter, texts: list[list[int]], *, state: Any = None, start: int = 0) -> Any:
-    """A state that has read these texts, of which each row's last token is pending."""
-    state = drafter.begin(batch_size=len(texts), max_length=99) if state is None else state
-    length = max(map(len, texts)) - 1
-    rows = torch.tensor([text + [0] * (length + 1 - len(text)) for text in texts])  # [B, Q + 1]
-    nothing = TargetOutput(torch.zeros(len(texts), length, 0, 1), torch.zeros(len(texts), length, 1))
-    num_valid = torch.tensor([len(text) - 1 for text in texts])
-    drafter.commit(state, Reading(rows[:, :-1], rows[:, 1:], nothing, torch.full_like(num_valid, start), num_valid))
-    return state
-
-
 def drafts(drafter: Drafter, texts: list[list[int]], num_draft_tokens: int) -> list[list[int]]:
     return drafter.propose(told(drafter, texts), num_draft_tokens=num_draft_tokens).tokens.tolist()
-
-
-def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, **more}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
 
 
 # Losslessness
 
 
-def test_the_text_is_what_transformers_writes(drafter, target):
-    how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 5}
-    expected = [their_text(target, prompt, 20) for prompt in PROMPTS]
-    assert generate(target, drafter, PROMPTS, **how).token_ids == expected
-
-
-def test_a_batch_accepts_what_its_rows_accept_alone(drafter, target):
-    """Rows do not leak into each other, save through a trie that is shared on purpose."""
-    if getattr(drafter, "shared", None) is not None:
-        return
+def test_the_text_is_what_transformers_writes_and_a_batch_accepts_what_its_rows_accept_alone(drafter, target):
     how: dict[str, Any] = {"max_new_tokens": 20, "num_draft_tokens": 3, "eos_token_ids": []}
-    text = generate(target, drafter, PROMPTS, **how)
-    together = text.rounds
+    together = generate(target, drafter, PROMPTS, **how)
+    assert together.token_ids == [own_text(target.model, prompt, 20) for prompt in PROMPTS]
     for i, prompt in enumerate(PROMPTS):
-        alone_text = generate(target, drafter, prompt, **how)
-        assert alone_text.token_ids == [text.token_ids[i]]
-        alone = alone_text.rounds
-        ours = [(one.num_accepted[i], one.num_committed[i]) for one in together if one.num_committed[i]]
-        assert ours == [(one.num_accepted[0], one.num_committed[0]) for one in alone]
+        alone = generate(target, drafter, prompt, **how)
+        assert alone.token_ids == [together.token_ids[i]]
+        ours = [(one.num_accepted[i], one.num_committed[i]) for one in together.rounds if one.num_committed[i]]
+        assert ours == [(one.num_accepted[0], one.num_committed[0]) for one in alone.rounds]
 
 
 def test_sampled_texts_do_not_depend_on_the_drafter(target):
@@ -205,7 +178,7 @@ def test_after_rejections_the_draft_model_s_cache_is_right(target, tiny_target):
             length += one.num_committed[i]
             if length >= len(new):
                 break
-            assert tokens[i] == their_text(drafter.model, prompt + new[:length], 3, eos_token_id=None)
+            assert tokens[i] == own_text(drafter.model.model, prompt + new[:length], 3)
 
 
 def test_a_smaller_vocabulary_is_drafted_within(target, tiny_target):
@@ -243,7 +216,7 @@ def test_tokenizers_are_the_same_where_tokens_have_the_same_ids(tiny_model):
 
 def test_specs_become_drafters(saved_target, tmp_path):
     target = Target.load(saved_target)
-    head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target), tmp_path / "head")
+    head = save_head(untrained("medusa", target), tmp_path / "head")
     for spec, name, kind in [
         ("ngram", "ngram", NgramDrafter),
         ("ngram:5", "ngram", NgramDrafter),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import own_text
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -21,17 +22,11 @@ def prompts(*lengths: int, vocab_size: int = 61) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (length,), generator=source).tolist() for length in lengths]
 
 
-def their_text(target: Target, prompt: list[int], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, "eos_token_id": None}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
-
-
 @pytest.mark.slow
 def test_greedy_text_is_the_target_s_own(family, tiny_target):
     """Rows shorter and longer than the budget, several times round the ring."""
     target, rows = tiny_target(family), prompts(*LENGTHS)
-    expected = [their_text(target, row, 40) for row in rows]
+    expected = [own_text(target.model, row, 40) for row in rows]
     how: dict[str, Any] = {"max_new_tokens": 40, "num_draft_tokens": 3, "eos_token_ids": []}
     done = generate(target, SparseSelfDrafter(target, 32), rows, **how)
     assert done.token_ids == expected

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import own_text, told
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.drafters.translated import Tail, TranslatedDrafter, TranslatedRow, Vocabulary
-from headstart.heads.drafter import Reading
+from headstart.eval.drafters.translated import TranslatedDrafter, TranslatedRow, Vocabulary
 from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.nn.target_output import TargetOutput
 from headstart.heads.target import Target
@@ -141,23 +141,6 @@ class Knows:
         return torch.nn.functional.one_hot(hidden[..., 0].long(), self.vocab_size).float()
 
 
-def told(drafter: Any, texts: list[list[int]], *, state: Any = None, start: int = 0) -> Any:
-    """A state that has read these texts, of which each row's last token is pending."""
-    state = drafter.begin(batch_size=len(texts), max_length=99) if state is None else state
-    length = max(map(len, texts)) - 1
-    rows = torch.tensor([text + [0] * (length + 1 - len(text)) for text in texts])  # [B, Q + 1]
-    nothing = TargetOutput(torch.zeros(len(texts), length, 0, 1), torch.zeros(len(texts), length, 1))
-    num_valid = torch.tensor([len(text) - 1 for text in texts])
-    drafter.commit(state, Reading(rows[:, :-1], rows[:, 1:], nothing, torch.full_like(num_valid, start), num_valid))
-    return state
-
-
-def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0, **more}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
-
-
 # Losslessness
 
 
@@ -166,7 +149,7 @@ def their_text(target: Target, prompt: list[int], num_tokens: int, **more: Any) 
 def test_the_text_is_what_transformers_writes(draft, make):
     target, model = make(letters()), make(TOKENIZERS[draft](), "qwen3")
     how: dict[str, Any] = {"max_new_tokens": 12, "num_draft_tokens": 5}
-    expected = [their_text(target, prompt, 12) for prompt in PROMPTS]
+    expected = [own_text(target.model, prompt, 12) for prompt in PROMPTS]
     drafter = TranslatedDrafter(model, target)
     assert generate(target, drafter, PROMPTS, **how).token_ids == expected
     assert [generate(target, drafter, prompt, **how).token_ids[0] for prompt in PROMPTS[1:3]] == expected[1:3]
@@ -176,7 +159,7 @@ def test_the_text_of_bytes_that_make_no_characters_is_the_targets(make):
     """A random model of byte-level pieces writes broken characters."""
     target = make(TOKENIZERS["words"]())
     prompts = [[1, 200, 250], [3], list(range(100, 140))]
-    expected = [their_text(target, prompt, 30) for prompt in prompts]
+    expected = [own_text(target.model, prompt, 30) for prompt in prompts]
     drafter = TranslatedDrafter(make(letters(), "qwen3"), target)
     assert generate(target, drafter, prompts, max_new_tokens=30, num_draft_tokens=4).token_ids == expected
 
@@ -244,7 +227,7 @@ def test_drafts_are_those_of_a_model_that_reads_the_text_afresh(make):
     assert len({len(row) for row in done.token_ids}) > 1, "one row ends before another"
     assert len(written) > 40
     for text, new in written:
-        assert new == their_text(model, text, len(new), eos_token_id=None)
+        assert new == own_text(model.model, text, len(new), eos_token_id=None)
 
 
 @pytest.mark.parametrize("draft", sorted(TOKENIZERS))
@@ -335,17 +318,6 @@ def test_a_text_beyond_the_draft_models_context_gets_filler():
     assert first == [0] * 4 and second == ids[15:19]
 
 
-def test_tail_gives_the_image_of_the_whole():
-    def pairs(text: str) -> list[str]:
-        return [text[i : i + 2] for i in range(0, len(text), 2)]
-
-    tail, text = Tail(pairs, empty=[], keep=4), ""
-    for letter in "abcdefghijklmnopqrstuvwxyz":
-        text += letter
-        assert tail.update(text) == pairs(text)
-    assert tail.cut > 0
-
-
 # Names
 
 
@@ -365,7 +337,7 @@ def test_the_command_line_picks_it_where_tokenizers_differ(saved_target, strange
     name, drafter = build_drafter(f"draft-model:{stranger}", target)
     assert name == "draft-model" and isinstance(drafter, TranslatedDrafter)
     assert isinstance(build_drafter(f"draft-model:{saved_target}", target)[1], DraftModelDrafter)
-    expected = [their_text(target, prompt, 12) for prompt in PROMPTS]
+    expected = [own_text(target.model, prompt, 12) for prompt in PROMPTS]
     assert generate(target, drafter, PROMPTS, max_new_tokens=12).token_ids == expected
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.measurement import environment
@@ -24,7 +25,6 @@ from headstart.eval.measurement.summary import unmeasured
 from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.target import Target
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BambaConfig
@@ -137,7 +137,7 @@ def test_this_machine_copies_at_a_plausible_rate():
 def test_a_report_measures_the_machine_once_and_says_what_share_is_used(target, monkeypatch):
     calls = []
     monkeypatch.setattr(environment, "copy_bandwidth", lambda device: calls.append(device) or 4e9)
-    head = build_head(HEADS["medusa"].config_class(type="medusa"), target).eval()
+    head = untrained("medusa", target)
     suite, config = Suite("two", [[1, 5, 9], [1, 7]]), MeasureConfig(max_new_tokens=8, num_repeats=1)
     results = [measure(target, head, suite, config, name="medusa")[0] for _ in range(2)]
     report = build_report(target, results)

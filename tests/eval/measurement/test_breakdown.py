@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.loop import Generation
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -85,12 +86,12 @@ def test_coverage_counts_written_tokens(tiny_target):
 
     assert vocabulary_coverage(head, wrote([1, 5, 5], [2])) == VocabularyCoverage(4, 0.75)
     assert vocabulary_coverage(head, wrote([], [])) == VocabularyCoverage(4, None)
-    assert vocabulary_coverage(build_head(HEADS["medusa"].config_class(type="medusa"), target), wrote([1])) is None
+    assert vocabulary_coverage(untrained("medusa", target), wrote([1])) is None
     assert vocabulary_coverage(NgramDrafter(), wrote([1])) is None
 
 
 def test_what_a_head_says_of_its_training_is_read_from_it(tiny_target, tmp_path):
-    head = build_head(HEADS["medusa"].config_class(type="medusa"), tiny_target("llama"))
+    head = untrained("medusa", tiny_target("llama"))
     known = {"max_length": 512, "prompt_ending": {"token_ids": [7, 8], "text": "w7 w8"}}
     record = training_record(f"head:{save_head(head, tmp_path / 'run', training=known)}") or {}
     assert len(record.pop("fingerprint")) == 32 and record == known, "of its weights, and what was known"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.loop import Generation, Round, generate
@@ -23,7 +24,6 @@ from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report, write_report
 from headstart.eval.suites.prompts import Suite, load_suite
 from headstart.heads.drafting import DynamicTree, StaticTree
-from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1, 30, 31, 32, 33, 34]]
@@ -35,7 +35,7 @@ ENTRY_KEYS = (
 
 @pytest.fixture
 def head(head_type, target):
-    return build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+    return untrained(head_type, target)
 
 
 def measured(target, drafter, prompts=PROMPTS, **changes):
@@ -121,7 +121,7 @@ def test_percentiles_come_from_the_seconds_behind_the_speedup(target):
 def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_target):
     """Texts closed by an end token are the same text for both; each prompt's answer is tried with several ends."""
     target = tiny_target("llama")
-    head = build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+    head = untrained(head_type, target)
     whole = text(target, PROMPTS[0])
     for token in dict.fromkeys(whole[1::20]):
         target.model.generation_config.eos_token_id = token
@@ -134,7 +134,7 @@ def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_t
 def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, num_depths, tiny_target):
     """Of nine tokens an untrained head guesses many."""
     target = tiny_target("llama", vocab_size=9)
-    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=num_depths), target).eval()
+    head = untrained(head_type, target, num_depths=num_depths)
     lengths = []
     for prompt in ([1, 5, 3], [1, 8, 7]):
         for token in sorted(set(text(target, prompt, 60)[8:])):
@@ -165,7 +165,7 @@ def test_sampled_texts_are_measured_but_not_compared(head, target):
 def test_answers_that_end_at_once_do_not_break_a_measurement(which, head_type, tiny_target):
     """Their end token comes with the prefill, so that there is nothing to time."""
     target = tiny_target("llama")
-    head = build_head(HEADS[head_type].config_class(type=head_type), target).eval()
+    head = untrained(head_type, target)
     prompts = PROMPTS if which == "one" else PROMPTS[:1]
     first = text(target, PROMPTS[0])[0]
     target.model.generation_config.eos_token_id = first

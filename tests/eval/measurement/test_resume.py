@@ -13,6 +13,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -23,7 +24,6 @@ from headstart.eval.measurement.resume import BatchStore, identity
 from headstart.eval.measurement.runner import Runner
 from headstart.eval.measurement.transformers_baseline import compare_transformers
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3], [1, 30, 31], [1, 40, 41], [1, 44, 3]]
 CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=8, num_repeats=2)
@@ -157,7 +157,7 @@ def test_other_settings_are_measured_afresh_and_lose_nothing(changes, target, tm
 
 
 def test_other_weights_are_another_drafter(target):
-    head = build_head(HEADS["medusa"].config_class(type="medusa"), target)
+    head = untrained("medusa", target)
     same, other = copy.deepcopy(head), copy.deepcopy(head)
     parameter = next(other.parameters())
     parameter.data.view(-1)[-1] += 1e-6
@@ -224,7 +224,7 @@ def test_kills_at_random_points_leave_the_report_as_it_would_be(saved_target, tm
     from headstart.heads.registry import save_head
     from headstart.heads.target import Target
 
-    head = save_head(build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target)), tmp_path / "h")
+    head = save_head(untrained("medusa", Target.load(saved_target)), tmp_path / "h")
     files = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
     for file in files:
         rows = [{"prompt": f"w{i} w{5 + i} w{30 + i}", "category": "even" if i % 2 else "odd"} for i in range(5, 13)]

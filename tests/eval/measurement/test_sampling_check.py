@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.eval.decoding import verify
 from headstart.eval.decoding.draft_setting import DraftSetting, chain
 from headstart.eval.decoding.engine import Engine
@@ -18,7 +19,6 @@ from headstart.eval.measurement.sampling_check import SMALLEST_P, check_sampling
 from headstart.eval.report.recommendation import deviates, is_lossless, lossless_evidence, recommend
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import StaticTree
-from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]] * 8
 WAYS = {
@@ -67,7 +67,7 @@ def tree_check(target):
     """tree_check(): the check of texts behind sampled trees of an untrained head."""
 
     def run():
-        head = build_head(HEADS["eagle"].config_class(type="eagle"), target, seed=1).eval()
+        head = untrained("eagle", target)
         suite, tree = Suite(name="some", prompts=PROMPTS), StaticTree(((0,), (1,), (0, 0)), sampled=True)
         setting = DraftSetting("sampled", tree.depth, tree)
         config = MeasureConfig(max_new_tokens=40, temperature=1.0, setting=setting, batch_size=32, num_repeats=2)

@@ -1,6 +1,7 @@
 """Step times: measured cells have the shapes asked for, and are read linearly in between."""
 
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -17,7 +18,6 @@ from headstart.eval.measurement.step_times import (
     repeated_text,
 )
 from headstart.heads.drafting import StaticTree
-from headstart.heads.registry import HEADS, build_head
 
 TREE = DraftSetting("static:2", 1, StaticTree(((0,), (1,))))
 
@@ -55,7 +55,7 @@ def test_every_cell_is_timed(target, drafter, monkeypatch):
     monkeypatch.setattr(step_times, "NUM_PASSES", 2)
     head = NgramDrafter()
     if drafter != "ngram":
-        head = build_head(HEADS[drafter].config_class(type=drafter), target, seed=1).eval()
+        head = untrained(drafter, target)
     settings = [*chains(head, (1, 3)), *([TREE] if drafter != "ngram" else [])]
     where = {"batch_sizes": (1, 3), "contexts": (4, 9), "text": [1, 5, 9, 11]}
     times = measure_step_times(target, head, settings, MeasureConfig(), **where)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.metrics import acceptance
@@ -17,7 +18,6 @@ from headstart.eval.measurement.tree_search import (
 )
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
-from headstart.heads.registry import HEADS, build_head
 from headstart.scripts.eval_drafts import WantedDrafts
 
 ACCURACIES = [[0.6, 0.2, 0.1], [0.5, 0.25, 0.05], [0.4, 0.3, 0.1]]
@@ -56,7 +56,7 @@ def test_a_free_forward_wants_all_nodes_and_a_dear_one_few():
 
 def test_accuracies_are_what_a_chain_then_accepts(head_type, target):
     """Rank 0 of an untrained head at depth 0, counted over the target's own text, as plain comparisons give it."""
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     prompt = [1, 7, 8, 3]
     text = generate(target, None, prompt, max_new_tokens=60, eos_token_ids=[]).token_ids[0]
     measured = rank_accuracies(target, head, [(prompt, text)], num_ranks=61)
@@ -66,10 +66,7 @@ def test_accuracies_are_what_a_chain_then_accepts(head_type, target):
 
 def test_a_head_trained_one_step_gets_a_tree_as_deep_as_it_drafts(target):
     """EAGLE-1 drafts on from its own states: its tree is that of the same weights unrolled in training."""
-    one, five = (
-        build_head(HEADS["eagle"].config_class(type="eagle", num_depths=depths), target, seed=1).eval()
-        for depths in (1, 5)
-    )
+    one, five = (untrained("eagle", target, num_depths=depths) for depths in (1, 5))
     text = generate(target, None, [1, 7, 8, 3], max_new_tokens=60, eos_token_ids=[]).token_ids[0]
     found = rank_accuracies(target, one, [([1, 7, 8, 3], text)])
     assert len(found) == 5 and found == rank_accuracies(target, five, [([1, 7, 8, 3], text)])
@@ -79,7 +76,7 @@ def test_a_head_trained_one_step_gets_a_tree_as_deep_as_it_drafts(target):
 @pytest.mark.parametrize("name", ["static", "dynamic", "optimal", "sampled"])
 @pytest.mark.fast_only(head_type=["eagle3"])
 def test_named_trees_fit_the_head_and_decode(name, head_type, target):
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     prompts = [[1, 5, 9], [1, 7, 8, 3]]
     tree = named_tree(name, target, head, prompts, max_new_tokens=16, num_nodes=9)
     assert isinstance(tree, DynamicTree if name == "dynamic" else StaticTree)
@@ -104,7 +101,7 @@ def test_trees_are_shaped_on_other_prompts_than_are_measured(count, held):
 @pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 @pytest.mark.parametrize("num_draft", [None, 2])
 def test_a_sampled_chain_is_as_long_as_the_chain(num_draft, head_type, target):
-    head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
+    head = untrained(head_type, target)
     how = {"max_new_tokens": 16, "num_nodes": 9, "num_draft_tokens": num_draft}
     tree = named_tree("sampled-chain", target, head, [[1, 5, 9]], **how)
     length = num_draft or head.max_draft_tokens or head.default_draft_tokens
@@ -116,7 +113,7 @@ def test_a_sampled_chain_is_as_long_as_the_chain(num_draft, head_type, target):
 
 
 def test_a_sampled_chain_longer_than_the_head_is_refused(target):
-    head = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
+    head = untrained("medusa", target, num_depths=2)
     with pytest.raises(BadInput, match="^num_draft_tokens 3: this drafter drafts 1 to 2 tokens$"):
         named_tree("sampled-chain", target, head, [[1]], max_new_tokens=4, num_nodes=4, num_draft_tokens=3)
 

@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+from drafted import untrained
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -16,7 +17,6 @@ from headstart.eval.plan.planner import Planner
 from headstart.eval.plan.prediction import Cell
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head
 
 PROMPTS = [[1, 5 + i, 9, 7 + i] for i in range(8)]
 
@@ -133,7 +133,7 @@ def test_predictions_are_what_is_measured_in_the_same_run(target, monkeypatch):
     """In processor time, which other work on the same cores lengthens unevenly: the best of six tries counts."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     monkeypatch.setattr(disturbance, "processor_seconds", lambda: None)
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3", num_depths=3), target, seed=1).eval()
+    head = untrained("eagle3", target, num_depths=3)
     apart = []
     for _ in range(6):
         found = planned(target, head, Budget(20.0), lengths=(1, 3), batch_sizes=(1, 2), trees=[], check="all")

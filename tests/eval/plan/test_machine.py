@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -22,7 +23,6 @@ from headstart.eval.plan.machine_profile import (
     times_on,
 )
 from headstart.eval.plan.prediction import Accepted, steady_speedup
-from headstart.heads.registry import HEADS, build_head
 
 
 def planted(batch, context, tokens):
@@ -88,7 +88,7 @@ def test_the_h100_profile_gives_the_published_speedups():
 
 def test_drafting_costs_its_share_of_a_forward(target):
     """A chain's operations grow with its length; a drafter on the host has none."""
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    head = untrained("eagle3", target)
     machine = load_profile("h100-llama-3.1-8b-vllm")
     settings = chains(head, (1, 2, 4))
     times = times_on(machine, target, head, settings)

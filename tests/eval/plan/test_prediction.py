@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
@@ -26,7 +27,6 @@ from headstart.eval.plan.prediction import (
     workload_times,
 )
 from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS, build_head
 
 
 @dataclass
@@ -196,7 +196,7 @@ def test_errors_are_relative_to_what_was_measured():
 
 
 def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain(target):
-    eagle3, medusa = (build_head(HEADS[name].config_class(type=name), target) for name in ("eagle3", "medusa"))
+    eagle3, medusa = (untrained(name, target) for name in ("eagle3", "medusa"))
     tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
     settings = [accepted(2, 2), tree]
     for free, wanted in (
@@ -237,7 +237,7 @@ def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(
     ],
 )
 def test_flags_are_those_of_the_way_the_head_drafts_in(family, options, sglang, llamacpp, target):
-    head = build_head(HEADS[family].config_class(**options), target)
+    head = untrained(family, target, **options)
     cells = predict_cells([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
     for told, wanted in ((for_sglang(cells, head), sglang), (for_llamacpp(cells, head), llamacpp)):
         assert told is None if wanted is None else wanted in (told or "")
@@ -256,7 +256,7 @@ def test_what_texts_accept_does_not_depend_on_the_batch_size(target):
 
 
 def test_named_trees_have_their_size_and_wrong_names_are_refused(target):
-    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    head = untrained("eagle3", target)
     trees = named_trees(["static:3", "dynamic:6"], target, head, [[1, 5, 9]], max_new_tokens=8)
     assert [(one.name, one.num_drafted) for one in trees] == [("static:3", 3), ("dynamic:6", 6)]
     for wrong in ("static", "static:0", "static:x", "chain:4", "bush:4"):
