@@ -18,7 +18,7 @@ from headstart.configs.errors import BadInput
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.environment import Environment, TargetInfo
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import RecordedTraining, Result
+from headstart.eval.measurement.result import RecordedTraining
 from headstart.eval.report.document import Report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
@@ -27,6 +27,7 @@ from headstart.heads.importing.importers import import_head
 from headstart.heads.registry import build_head, head_record, load_head, save_head
 from headstart.heads.target import Target
 from headstart.scripts.push_command import published, push
+from results import made_result
 
 TOKEN = "hf_" + "notARealTokenOfAnyone"  # in two parts, so that no scanner takes it for one
 OID = "a" * 40
@@ -151,13 +152,9 @@ def run(saved_target, tmp_path):
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(recipe))
     start = {"headstart": "0.1.0", "git": None, "data": {"train": {"fingerprint": "0123abcd", "num_rows": 12}}}
     (tmp_path / "run" / "run.json").write_text(json.dumps([start]))
-    entry = Result(
-        engine="headstart", drafter=f"eagle3:{tmp_path}/run/final", trained=own, suite="stories",
-        suite_version=None, suite_digest="0f", system=None,
-        thinking=None, template_hash=None, tree="chain", num_drafted=7, temperature=0.0, top_k=0, top_p=1.0,
-        accept="exact", steps="eager", batch_size=1, num_draft_tokens=7, num_prompts=8, failed=[], max_new_tokens=64,
-        num_repeats=3, acceptance_length=2.34567, speedup=1.5, speedup_ci95=(1.4, 1.6),
-    )  # fmt: skip
+    setting = {"suite": "stories", "num_drafted": 7, "num_draft_tokens": 7, "num_prompts": 8, "trained": own}
+    figures = {"acceptance_length": 2.34567, "speedup": 1.5, "speedup_ci95": (1.4, 1.6)}
+    entry = made_result(drafter=f"eagle3:{tmp_path}/run/final", **setting, **figures)
     environment = Environment(headstart="0.1.0", device="a CPU", torch="2.13", copy_gigabytes_per_second=9.5)
     measured = TargetInfo(name=str(saved_target), fingerprint=target.fingerprint)
     others = replace(entry, drafter="eagle3", trained=other, acceptance_length=77.7, suite="foreign")

@@ -18,6 +18,7 @@ from headstart.eval.measurement.result import (
 )
 from headstart.eval.measurement.sampling_check import SamplingCheck
 from headstart.eval.suites.prompts import FailedPrompt
+from results import made_result
 
 RECORD = {
     "max_length": 256,
@@ -46,17 +47,7 @@ RECORD = {
 PART = AcceptancePart(4, 2.5, [0.75, None])
 
 
-def result(**changes) -> Result:
-    settings: dict = {
-        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
-        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": 2,
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager", "batch_size": 1,
-        "num_draft_tokens": 2, "num_prompts": 2, "failed": [], "max_new_tokens": 16, "num_repeats": 1,
-    }  # fmt: skip
-    return Result(**{**settings, **changes})
-
-
-FULL = result(
+FULL = made_result(
     tree_shape=FixedTreeShape([-1, 0]),
     draft_vocabulary=VocabularyCoverage(8, 0.5),
     failed=[FailedPrompt(3, "chat.jsonl:4", "too long")],
@@ -76,11 +67,11 @@ FULL = result(
 @pytest.mark.parametrize(
     "whole",
     [
-        result(),
+        made_result(),
         FULL,
-        result(tree_shape=TreeLimits(8, 3, 4), accept="typical", typical_epsilon=0.5, typical_delta=0.25),
-        result(engine="transformers", ours_over_theirs=1.5, ours_over_theirs_ci95=(1.25, 2.0)),
-        result(engine="transformers"),
+        made_result(tree_shape=TreeLimits(8, 3, 4), accept="typical", typical_epsilon=0.5, typical_delta=0.25),
+        made_result(engine="transformers", ours_over_theirs=1.5, ours_over_theirs_ci95=(1.25, 2.0)),
+        made_result(engine="transformers"),
     ],
 )
 def test_round_trip(whole):
@@ -98,10 +89,10 @@ def test_a_head_is_told_apart_by_its_whole_record():
 
 
 def test_keys_of_other_engines_and_of_changed_parameters_only():
-    assert not {"ours_over_theirs", "typical_epsilon"} & set(result().to_json())
-    assert {"ours_over_theirs", "ours_over_theirs_ci95"} < set(result(engine="transformers").to_json())
-    assert result(typical_delta=0.25).to_json()["typical_delta"] == 0.25
-    assert Result.from_json(result().to_json() | {"new_key": 1}) == result(), "of a later version"
+    assert not {"ours_over_theirs", "typical_epsilon"} & set(made_result().to_json())
+    assert {"ours_over_theirs", "ours_over_theirs_ci95"} < set(made_result(engine="transformers").to_json())
+    assert made_result(typical_delta=0.25).to_json()["typical_delta"] == 0.25
+    assert Result.from_json(made_result().to_json() | {"new_key": 1}) == made_result(), "of a later version"
 
 
 @pytest.mark.parametrize(
@@ -116,19 +107,19 @@ def test_keys_of_other_engines_and_of_changed_parameters_only():
 )
 def test_what_is_wrong_is_named(changes, named):
     with pytest.raises(BadInput, match=named):
-        Result.from_json(result().to_json() | changes, where="results.0")
+        Result.from_json(made_result().to_json() | changes, where="results.0")
 
 
 def test_keys_with_a_default_may_be_missing_as_in_older_reports():
     keys = {key.name: key for key in fields(Result)}
     required = {name for name, key in keys.items() if key.default is MISSING and key.default_factory is MISSING}
-    entry = result().to_json()
-    assert Result.from_json({key: entry[key] for key in required}) == result()
+    entry = made_result().to_json()
+    assert Result.from_json({key: entry[key] for key in required}) == made_result()
 
 
 @pytest.mark.parametrize("key", ["engine", "template_hash", "failed"])
 def test_a_missing_key_is_named(key):
-    entry = result().to_json()
+    entry = made_result().to_json()
     del entry[key]
     with pytest.raises(BadInput, match=f"report.{key}: is missing"):
         Result.from_json(entry, where="report")

@@ -9,6 +9,7 @@ from headstart.eval.measurement.result import RecordedTraining, RecordedValidati
 from headstart.eval.report.acceptance_causes import wrong_template
 from headstart.eval.report.diagnosis import diagnose
 from headstart.eval.report.findings import Case, accepted_share, at_depth, below_validation, merged
+from results import made_result
 
 GOOD, BAD = [0.9, 0.8, 0.8], [0.6, 0.5, 0.4]
 
@@ -34,16 +35,10 @@ TRAINED = {
 
 def entry(rates=BAD, *, trained=(), **changes) -> Result:
     """A greedy chain's result, in the form of training."""
-    settings = {
-        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
-        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": len(rates),
-        "num_draft_tokens": len(rates), "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact",
-        "steps": "eager", "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 64, "num_repeats": 1,
-        "num_committed": 1, "asked_as_trained": 1.0, **vars(part(rates)),
-    }  # fmt: skip
-    settings |= {"by_context": {"0-127": part(rates)}, **changes}
+    figures = {"num_committed": 1, "asked_as_trained": 1.0, "by_context": {"0-127": part(rates)}, **vars(part(rates))}
     record = replace(RecordedTraining.from_json(TRAINED), **{"validation": validation(GOOD, GOOD), **dict(trained)})
-    return Result(**{"trained": record, **settings})
+    lengths = {"num_drafted": len(rates), "num_draft_tokens": len(rates)}
+    return made_result(**{"trained": record, **lengths, **figures, **changes})
 
 
 def findings(result, *peers, **target):

@@ -4,6 +4,7 @@ import pytest
 from headstart.eval.measurement.result import Observation, Result
 from headstart.eval.report.pairs import beside_fastest, not_told_apart, pair_of, pair_words
 from headstart.eval.report.recommendation import recommend
+from results import made_result
 
 BASE = [1.0, 4.0, 2.0, 0.5, 1.5, 3.0]  # seconds of the prompts without drafts
 NBSP = "\xa0"
@@ -16,17 +17,11 @@ def seen(seconds, *, rounds=10, committed=25, base=BASE) -> list[Observation]:
 
 
 def result(drafter, observations, **changes) -> Result:
-    settings: dict = {
-        "engine": "headstart", "drafter": drafter, "suite": "chat", "suite_version": None, "suite_digest": "0f",
-        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": 3,
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager", "batch_size": 1,
-        "num_draft_tokens": 3, "num_prompts": 6, "failed": [], "max_new_tokens": 16, "num_repeats": 1,
-    }  # fmt: skip
     below = sum(one.seconds for one in observations)
     speedup = sum(one.baseline_seconds for one in observations) / below if below else None
     ends = (speedup - 0.05, speedup + 0.05) if speedup else (None, None)
     figures = {"observations": observations, "num_timed": len(observations), "speedup": speedup, "speedup_ci95": ends}
-    return Result(**{**settings, **figures, **changes})
+    return made_result(**{"drafter": drafter, "num_prompts": 6, **figures, **changes})
 
 
 HEAD = result("head", seen([base / 2 for base in BASE]))

@@ -1,0 +1,16 @@
+"""Made-up results of report.json, for tests of several folders."""
+
+from typing import Any
+
+from headstart.eval.measurement.result import Result
+
+
+def made_result(**changes: Any) -> Result:
+    """Of EAGLE-3, greedy chains of three on 20 prompts of one suite. Args: changes: fields with other values."""
+    settings = {
+        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
+        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": 3,
+        "num_draft_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager",
+        "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 64, "num_repeats": 1,
+    }  # fmt: skip
+    return Result(**{**settings, **changes})
