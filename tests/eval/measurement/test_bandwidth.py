@@ -36,6 +36,12 @@ def tiny_target(tiny_target):
     return lambda family: tiny_target(family, num_hidden_layers=4)
 
 
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    """Not that of the other files, which has two layers."""
+    return tiny_target("llama")
+
+
 def result(used: Bandwidth) -> Result:
     suite, config = Suite("one", [[1]]), MeasureConfig()
     empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="ngram")
@@ -128,10 +134,6 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
     monkeypatch.setattr("headstart.eval.decoding.loop.time.perf_counter", lambda: next(times))
     monkeypatch.setattr("headstart.eval.measurement.bandwidth.COPY_BYTES", {"cpu": 1000})
     assert copy_bandwidth(torch.device("cpu")) == pytest.approx(2 * 1000 / 0.3)
-
-
-def test_this_machine_copies_at_a_plausible_rate():
-    assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e13
 
 
 def test_a_report_measures_the_machine_once_and_says_what_share_is_used(target, monkeypatch):

@@ -90,23 +90,26 @@ def test_in_bfloat16_the_kernels_texts_are_identical(tree, batch_size, target_in
     assert checked(target_in(torch.bfloat16), tree=tree, batch_size=batch_size) == LosslessReport(16, identical=16)
 
 
-@pytest.mark.fast_only(tree=[None])
-@pytest.mark.parametrize(("tree", "batch_size"), [(None, 1), (PATHS, 1), (PATHS, 3)])
-def test_in_half_precision_every_difference_is_proved(tree, batch_size, target_in, monkeypatch):
+@pytest.mark.fast_only(tree=[None], cost=[None])
+@pytest.mark.parametrize(
+    ("tree", "batch_size", "cost"), [(None, 1, None), (PATHS, 1, None), (PATHS, 3, None), (None, 1, 0.1)]
+)
+def test_in_half_precision_every_difference_is_proved(tree, batch_size, cost, target_in, monkeypatch):
+    """Those of rounds of several widths too."""
     monkeypatch.setattr(Target, "decoder", None)  # torch's products round differently in other shapes
-    report = checked(target_in(torch.bfloat16), tree=tree, batch_size=batch_size)
+    report = checked(target_in(torch.bfloat16), tree=tree, batch_size=batch_size, verify_cost=cost)
     assert report.checked == 16 and report.unexplained == 0, report.divergences
     if batch_size == 1:
         assert report.proved >= 3, "there is something to prove"
     assert all(divergence.is_proved for divergence in report.divergences)
 
 
-@pytest.mark.slow
-def test_texts_of_rounds_of_several_widths_are_proved_too(target_in, monkeypatch):
-    monkeypatch.setattr(Target, "decoder", None)
-    report = checked(target_in(torch.bfloat16), verify_cost=0.1)
-    assert report.checked == 16 and report.unexplained == 0, report.divergences
-    assert report.proved >= 3, "there is something to prove"
+def test_a_mixture_of_experts_in_half_precision_is_proved_on_these_prompts(tiny_model):
+    """Which tokens share an expert's batch depends on rejected drafts too, so on others a difference may stay
+    unexplained."""
+    target = Target(tiny_model("qwen3_moe").bfloat16(), name="tiny-qwen3-moe", fingerprint="")
+    report = checked(target, batch_size=4, prompts=PROMPTS[:4], drafter=NgramDrafter())
+    assert report.checked == 4 and report.unexplained == 0, report.divergences
 
 
 def second_best(drafted):

@@ -44,14 +44,17 @@ def test_a_drafter_measured_beside_others_has_the_figures_it_has_alone(changes, 
         assert [len(row["rounds"]) for row in rows] == [len(row["rounds"]) for row in rows_alone]
 
 
-def test_the_baseline_is_decoded_once_for_all_drafters(target, monkeypatch, warming_up):
+@pytest.mark.parametrize("at_once", [2, 1])
+def test_the_baseline_is_decoded_once_for_all_drafters_that_memory_holds(at_once, target, monkeypatch, warming_up):
     begun, begin = [], Runner.begin
+    monkeypatch.setattr(module, "most_at_once", lambda *_: at_once)
     monkeypatch.setattr(Runner, "begin", lambda self, *args: begun.append(self.drafter) or begin(self, *args))
     suite = Suite("three", PROMPTS)
     (ngram, _), (suffix, _) = measure_all(target, contenders(NgramDrafter(), SuffixDrafter()), suite, CONFIG)
-    passes_of_baseline = sum(drafter is None for drafter in begun)
-    assert passes_of_baseline == 3 * 2 + 1 and len(begun) == 3 * passes_of_baseline, "a warm-up and two repeats"
-    assert ngram.baseline_ttft_ms == suffix.baseline_ttft_ms
+    assert (ngram.drafter, suffix.drafter) == ("NgramDrafter", "SuffixDrafter")
+    each = 3 * 2 + 1  # a warm-up and two repeats
+    assert sum(drafter is None for drafter in begun) == (3 - at_once) * each and len(begun) == (5 - at_once) * each
+    assert (ngram.baseline_ttft_ms == suffix.baseline_ttft_ms) == (at_once == 2)
 
 
 def test_sides_decode_a_portion_each_by_turns(target, monkeypatch):
@@ -81,15 +84,6 @@ def test_a_drafter_that_raises_leaves_the_others_figures_alone(target):
     assert ngram.num_prompts == 3 and not ngram.failed
     assert broken.num_prompts == 0 and [prompt.prompt for prompt in broken.failed] == [0, 1, 2] and not rows
     assert broken.failed[0].reason == "RuntimeError: planted"
-
-
-def test_where_memory_is_short_fewer_share_a_baseline(target, monkeypatch, warming_up):
-    begun, begin = [], Runner.begin
-    monkeypatch.setattr(Runner, "begin", lambda self, *args: begun.append(self.drafter) or begin(self, *args))
-    monkeypatch.setattr(module, "most_at_once", lambda *_: 1)
-    results = measure_all(target, contenders(NgramDrafter(), SuffixDrafter()), Suite("three", PROMPTS), CONFIG)
-    assert [result.drafter for result, _ in results] == ["NgramDrafter", "SuffixDrafter"]
-    assert sum(drafter is None for drafter in begun) == 2 * (3 * 2 + 1)
 
 
 def test_a_gpu_holds_the_caches_of_all_sides_in_half_of_its_free_memory(target, monkeypatch):

@@ -48,6 +48,46 @@ def test_the_template_is_named_as_training_names_it(chat_target, written):
     assert load(written("b.jsonl", {"prompt": "w5"}), chat_target).template_hash is None
 
 
+def test_rows_of_plain_text_and_of_tokens(chat_target, written):
+    rows = [{"prompt": "w5 w6"}, {"input_ids": [7, 8, 9], "prompt_length": 2}, {"input_ids": [4]}]
+    path = written("three.test.jsonl", *rows)
+    suite = load(path, chat_target)
+    assert suite.prompts == [[5, 6], [7, 8], [4]] and suite.name == "three"
+    assert load(path, chat_target, limit=2).prompts == [[5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "a"}, "a prompt row needs `prompt`, `messages` or `turns`, found ['text']"),
+        ({"prompt": ""}, "empty prompt"),
+        ({"prompt": 7}, "`prompt` should be text"),
+        ({"prompt": None}, "a prompt row needs `prompt`, `messages` or `turns`"),
+        ({"turns": []}, "`turns` should be a list of texts"),
+        ({"turns": [7]}, "`turns` should be a list of texts"),
+        ({"input_ids": "abc"}, "`input_ids` should be a list of whole numbers"),
+        ({"input_ids": [1, 61]}, "token id 61 is outside the vocabulary of 61"),
+        ({"input_ids": [1, 2], "prompt_length": "1"}, "`prompt_length` should be between 0 and 2, got '1'"),
+        ({"input_ids": [1, 2], "prompt_length": 0}, "empty prompt"),
+        ({"prompt": "w5", "category": 7}, "`category` or `domain` should be text, got 7"),
+        (CHAT, "the target's tokenizer has no chat template"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(row, problem, chat_target, written):
+    chat_target.tokenizer.chat_template = None
+    path = written("a.jsonl", {"prompt": "w5"}, row)
+    with pytest.raises(BadInput) as caught:
+        load(path, chat_target)
+    assert str(caught.value).startswith(f"{path}:2: {problem}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("messages", ["hello", [], ["hello"], [{"role": "assistant", "content": "a"}], [{"text": "a"}]])
+def test_messages_that_are_none_are_refused(messages, chat_target, written):
+    path = written("a.jsonl", {"messages": messages})
+    with pytest.raises(BadInput, match=rf"^{path}:1: [^\n]+$"):
+        load(path, chat_target)
+
+
 def test_a_base_model_reads_turns_as_plain_text(chat_target, written):
     chat_target.tokenizer.chat_template = None
     suite = load(written("a.jsonl", TURNS), chat_target)
@@ -80,11 +120,6 @@ def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target
 def test_a_file_without_a_prompt_to_ask_is_refused(chat_target, written):
     with pytest.raises(NoUsablePrompt, match=r"^no prompt of a can be asked: a\.jsonl:1: 250 prompt tokens"):
         load(written("a.jsonl", {"prompt": "w5 " * 250}), chat_target)
-
-
-def test_a_category_that_is_no_text_is_refused(chat_target, written):
-    with pytest.raises(BadInput, match=r"a\.jsonl:1: `category` or `domain` should be text, got 7"):
-        load(written("a.jsonl", {**TURNS, "category": 7}), chat_target)
 
 
 def test_a_part_of_a_suite_keeps_where_its_prompts_came_from():
