@@ -6,7 +6,6 @@ import pytest
 import torch
 from headstart.benchmarks import bench_train, store
 from headstart.benchmarks.bench_train import SIZES, cell_of, cells_of, run, shape_of, summarize
-from headstart.benchmarks.store import attempt
 
 KEYS = ("tokens_per_second", "step_ms", "mfu", "hfu", "peak_bytes")
 
@@ -63,18 +62,6 @@ def test_a_file_of_another_size_or_device_is_refused(tmp_path, capsys):
         assert bench_train.main(["--size", "toy", "--device", "cpu", "--output", str(path)]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"headstart: {path}: {problem}") and err.count("\n") == 1
-
-
-def test_no_memory_is_a_result_and_so_is_a_compiler_that_fails(monkeypatch):
-    monkeypatch.setattr(store, "release_memory", lambda: None)
-
-    def fail(cell):
-        raise error
-
-    cell = cell_of(SIZES["toy"].shape, is_compiled=True)
-    for error in (torch.OutOfMemoryError("of 80 GiB"), RuntimeError("no\nTriton")):
-        first = str(error).splitlines()[0]
-        assert attempt(fail, cell) == {"failed": f"{type(error).__name__}: {first}"}
 
 
 def test_bars_are_judged_at_8b_size_only():

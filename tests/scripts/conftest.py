@@ -6,7 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from headstart.heads.registry import HEADS, build_head, save_head
+import yaml
+from drafted import untrained
+from headstart.heads.registry import save_head
+from headstart.heads.target import Target
 from headstart.scripts import cli
 from headstart.scripts.unattended import clock
 from headstart.scripts.unattended.steps import CommandRunner, StepRecord
@@ -32,10 +35,25 @@ def headstart(monkeypatch, capsys):
 @pytest.fixture
 def head_folder(saved_target, tmp_path):
     """An untrained head of the saved target."""
-    from headstart.heads.target import Target
+    return save_head(untrained("medusa", Target.load(saved_target)), tmp_path / "head")
 
-    head = build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target))
-    return save_head(head, tmp_path / "head")
+
+@pytest.fixture
+def run_config(saved_target, tmp_path):
+    """run_config(head_type): a run YAML for three steps."""
+
+    def write(head_type="medusa"):
+        path = tmp_path / f"{head_type}.yaml"
+        sections = {
+            "target": {"path": str(saved_target)},
+            "head": {"type": head_type, "num_depths": 3},
+            "data": {"train": str(saved_target.with_name("rows.jsonl"))},
+            "train": {"max_steps": 3, "batch_size": 2, "device": "cpu", "output_dir": str(tmp_path / "run")},
+        }
+        path.write_text(yaml.safe_dump(sections))
+        return path
+
+    return write
 
 
 @pytest.fixture

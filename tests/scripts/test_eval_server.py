@@ -1,21 +1,16 @@
 """`headstart eval --engine llama-server`, and `--compare llama-server:PATH`; a script stands for the server."""
 
 import json
-import sys
-from pathlib import Path
 
 import gguf_files
 import pytest
-
-TESTS = Path(__file__).parents[1]
+from llama_server_files import write_llama_server
 
 
 @pytest.fixture
 def world(tmp_path, saved_target, monkeypatch):
     """A folder with llama-server, T.gguf, whose dequantised folder is the saved target, HEAD.gguf and two prompts."""
-    script = (TESTS / "eval" / "measurement" / "fake_llama_server.py").read_text()
-    (tmp_path / "llama-server").write_text(f"#!{sys.executable}\n{script}")
-    (tmp_path / "llama-server").chmod(0o755)
+    write_llama_server(tmp_path)
     gguf_files.write(tmp_path / "T.gguf", *gguf_files.draft_model())
     gguf_files.write(tmp_path / "HEAD.gguf", *gguf_files.eagle3())
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w7 w8 w9"}\n')

@@ -1,53 +1,30 @@
 """`headstart eval` on suites by name: what it reads, what it says of prompts that fail, and how it goes on."""
 
 import json
-import shlex
-import sys
 
 import pytest
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.runner import Runner
 from headstart.heads.target import Target
-from headstart.scripts import cli
 from headstart.scripts.eval_drafts import WantedDrafts, own_length
-from transformers import AutoTokenizer
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 'w9 ' if m.role == 'system' else 'w10 ' }}{{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}w11{% endif %}"
-)
 GROUPS = ["writing", "math", "rag", "qa"]
 
 
 @pytest.fixture
-def asked(saved_target, tmp_path, monkeypatch, capsys):
+def asked(headstart, chat_target, tmp_path, monkeypatch):
     """asked("--suite x"): `headstart eval` of n-grams, few tokens each; exit code, stderr, report or None, stdout."""
-    target = tmp_path / "target"
-    target.mkdir()
-    for file in saved_target.iterdir():
-        (target / file.name).symlink_to(file)
-    tokenizer = AutoTokenizer.from_pretrained(saved_target)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    for path in tokenizer.save_pretrained(tmp_path / "tokenizer"):
-        name = path.rpartition("/")[2]
-        (target / name).unlink(missing_ok=True)
-        (target / name).symlink_to(path)
     (tmp_path / "suites").mkdir()
     rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS * 2)]
     (tmp_path / "suites" / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
 
     def call(line):
-        how = f"eval --target {target} --drafter ngram --output out --max-new-tokens 8 --repeats 1 {line}"
-        monkeypatch.setattr(sys, "argv", ["headstart", *shlex.split(how)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-            sys.exit(0)
+        how = "--drafter ngram --output out --max-new-tokens 8 --repeats 1"
+        code, out, err = headstart(f"eval --target {chat_target} {how} {line}")
         found = tmp_path / "out" / "report.json"
-        report = json.loads(found.read_text()) if found.exists() else None
-        said = capsys.readouterr()
-        return caught.value.code or 0, said.err, report, said.out
+        return code, err, json.loads(found.read_text()) if found.exists() else None, out
 
     return call
 
@@ -96,13 +73,6 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     assert "mine: rows of `prompt` are continued as plain text" in err and "spec-bench: rows" not in err
     code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1 --overwrite")
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
-
-
-def test_two_files_of_one_stem_keep_their_own_names(asked, tmp_path):
-    for name in ("gsm8k.train", "gsm8k.test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "w5 w6"}\n')
-    code, _, report, _ = asked("--prompts gsm8k.train.jsonl --prompts gsm8k.test.jsonl")
-    assert code == 0 and [one["suite"] for one in report["results"]] == ["gsm8k.train", "gsm8k.test"]
 
 
 @pytest.mark.parametrize(

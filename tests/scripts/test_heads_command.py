@@ -1,33 +1,14 @@
 """`headstart heads` says what there is and what it costs, from a config alone; `train` refuses misfits at once."""
 
 import json
-import shlex
-import sys
 import time
 
 import pytest
-import yaml
 from headstart.heads.registry import HEADS
 from headstart.heads.target import Target
-from headstart.scripts import cli
 from transformers import LlamaConfig
 
 KEYS = {"name", "idea", "reads", "parameters", "memory_bytes", "serving_bytes", "problem"}
-
-
-@pytest.fixture
-def headstart(monkeypatch, capsys):
-    """headstart("heads ..."): runs the command line in this process; returns exit code, stdout, stderr."""
-
-    def call(line):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["headstart", *shlex.split(line)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-            sys.exit(0)
-        return (caught.value.code or 0, *capsys.readouterr())
-
-    return call
 
 
 def test_the_families_and_what_they_read(headstart):
@@ -90,20 +71,12 @@ def test_a_target_that_is_none_is_refused(headstart, tmp_path):
     ],
 )
 def test_train_refuses_a_misfit_before_it_loads_the_target(
-    override, problem, headstart, saved_target, tmp_path, monkeypatch
+    override, problem, headstart, run_config, tmp_path, monkeypatch
 ):
     def load(*args, **kwargs):
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(Target, "load", load)
-    path = tmp_path / "run.yaml"
-    sections = {
-        "target": {"path": str(saved_target)},
-        "head": {"type": "eagle3"},
-        "data": {"train": str(saved_target.with_name("rows.jsonl"))},
-        "train": {"max_steps": 3, "output_dir": str(tmp_path / "run")},
-    }
-    path.write_text(yaml.safe_dump(sections))
-    code, out, err = headstart(f"train {path} {override}")
+    code, out, err = headstart("train", run_config("eagle3"), override)
     assert (code, out) == (2, "") and problem in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -1,14 +1,12 @@
 """`headstart plan --served`: llama-server's rounds, our engine's acceptance; a script stands for the server."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from headstart.eval.measurement.servers.llama_server import ServerFiles
 from headstart.heads.families import served_families
+from llama_server_files import write_llama_server
 
-FAKE = Path(__file__).parents[1] / "eval" / "measurement" / "fake_llama_server.py"
 LINE = "plan --max-new-tokens 13 --repeats 1 --seconds 600 --output out --served served --server-bin llama-server"
 
 
@@ -16,8 +14,7 @@ LINE = "plan --max-new-tokens 13 --repeats 1 --seconds 600 --output out --served
 def plan(headstart, saved_target, head_folder, prompts, tmp_path, monkeypatch):
     """plan("--check all"): exit code, what was said, plan.json."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-server").write_text(f"#!{sys.executable}\n{FAKE.read_text()}")
-    (tmp_path / "llama-server").chmod(0o755)
+    write_llama_server(tmp_path)
     (tmp_path / "served").mkdir()
     for name in ("head.gguf", "target.gguf"):
         (tmp_path / "served" / name).touch()

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafted import untrained
 from headstart.configs.errors import BadInput
+from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.drafters.registry import build_drafter, training_record
+from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.measurement.measure import measure
+from headstart.eval.measurement.result import RecordedTraining
 from headstart.eval.plan.machine_profile import PROFILES, load_profile
 from headstart.eval.report.comparison import headline, read_evaluation, standings, unlike
 from headstart.eval.report.comparison_page import write_page
-from headstart.eval.report.document import Report, read_report
+from headstart.eval.report.document import Report, build_report, read_report, write_report
 from headstart.eval.report.page import render
+from headstart.eval.suites.prompts import load_suite
 from headstart.heads.export.write import read_folder
-from headstart.heads.registry import HEADS, build_head, save_head
+from headstart.heads.registry import save_head
 from headstart.heads.target import Target
 from headstart.scripts.compare import show
 from headstart.scripts.push_command import card, lossless_report
@@ -39,17 +46,8 @@ def measured(saved_target, tmp_path_factory) -> Path:
     """A head, and in `eval` what was measured of it."""
     folder = tmp_path_factory.mktemp("measured")
     target = Target.load(saved_target)
-    built = build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target)
-    head = save_head(built, folder / "head", training={"max_length": 64})
+    head = save_head(untrained("medusa", target, num_depths=2), folder / "head", training={"max_length": 64})
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w1 w{5 + i} w9"}) + "\n" for i in range(4)))
-    from headstart.eval.decoding.draft_setting import chain
-    from headstart.eval.drafters.registry import build_drafter, training_record
-    from headstart.eval.measurement.config import MeasureConfig
-    from headstart.eval.measurement.measure import measure
-    from headstart.eval.measurement.result import RecordedTraining
-    from headstart.eval.report.document import build_report, write_report
-    from headstart.eval.suites.prompts import load_suite
-
     config = MeasureConfig(setting=chain(2), max_new_tokens=6, num_repeats=1)
     suite = load_suite(folder / "prompts.jsonl", target, max_new_tokens=6)
     name, drafter = build_drafter(f"head:{head}", target)

@@ -151,13 +151,3 @@ def test_drafts_do_not_touch_the_target_s_cache(target):
 def test_more_drafts_than_the_ring_holds_are_refused(target):
     with pytest.raises(BadInput, match="num_draft_tokens 8: a budget of 32 keys has no room"):
         generate(target, SparseSelfDrafter(target, 32), [[1, 5]], max_new_tokens=4, num_draft_tokens=8)
-
-
-def test_a_long_prompt_is_read_in_chunks_as_at_once(tiny_target, monkeypatch):
-    """The states that heads read, the first token and all that follows."""
-    target, rows = tiny_target("gemma3"), prompts(*LENGTHS)
-    whole = generate(target, None, rows, max_new_tokens=20, eos_token_ids=[])
-    monkeypatch.setattr(Target, "prompt_chunk", 16)
-    assert generate(target, None, rows, max_new_tokens=20, eos_token_ids=[]).token_ids == whole.token_ids
-    done = generate(target, SparseSelfDrafter(target, 128), rows, max_new_tokens=20, eos_token_ids=[])
-    assert done.token_ids == whole.token_ids

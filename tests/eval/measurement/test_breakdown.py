@@ -14,9 +14,7 @@ from headstart.eval.measurement.breakdown import asked_as_trained, beyond_traini
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.metrics import AcceptancePart
-from headstart.eval.measurement.result import ENGINE, BeyondTraining, PromptEnding, RecordedTraining, VocabularyCoverage
-from headstart.eval.measurement.summary import unmeasured
-from headstart.eval.report.console import training_warnings
+from headstart.eval.measurement.result import BeyondTraining, PromptEnding, RecordedTraining, VocabularyCoverage
 from headstart.eval.suites.prompts import PromptSource, Suite
 from headstart.heads.registry import HEADS, build_head, save_head
 
@@ -116,13 +114,3 @@ def test_contexts_are_longer_than_training_rows_or_not():
     del parts["2048-"]
     for training in (RecordedTraining({}, max_length=2048), RecordedTraining({}), None):
         assert beyond_training(training, parts) is None
-
-
-def test_contexts_beyond_training_are_told_on_stderr():
-    suite, config = Suite("code", [[1]] * 2), MeasureConfig(batch_size=2)
-    empty = unmeasured(suite, config, chain(3), engine=ENGINE, drafter="eagle3")
-    trained = replace(empty, trained=RecordedTraining({}, max_length=2047))
-    assert training_warnings([replace(trained, beyond_training=BeyondTraining(30, 1.0, 3.0)), trained]) == [
-        "eagle3 on code, batch 2: contexts longer than its training rows (2,047 tokens): acceptance length 1.00, "
-        "3.00 in shorter ones"
-    ]

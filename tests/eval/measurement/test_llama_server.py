@@ -3,9 +3,7 @@ plain decoding is timed beside ours. A small script stands for the server."""
 
 import json
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import gguf_files
@@ -25,6 +23,7 @@ from headstart.eval.report.document import build_report, read_report, write_repo
 from headstart.eval.report.page import render
 from headstart.eval.suites.prompts import Suite
 from headstart.scripts.eval_run import parse_yardstick
+from llama_server_files import write_llama_server
 
 SUITE = Suite("three", [[1, 5, 9], [1, 7, 8, 3], [1, 30]])
 CONFIG = MeasureConfig(max_new_tokens=9, num_repeats=2)
@@ -34,9 +33,7 @@ CONFIG = MeasureConfig(max_new_tokens=9, num_repeats=2)
 def files(tmp_path, monkeypatch):
     """files("eagle3"): a stand-in for the server, a head of that architecture and a target; what it was asked goes to
     asked.jsonl."""
-    binary, head, target = tmp_path / "llama-server", tmp_path / "head.gguf", tmp_path / "target.gguf"
-    binary.write_text(f"#!{sys.executable}\n" + (Path(__file__).parent / "fake_llama_server.py").read_text())
-    binary.chmod(0o755)
+    binary, head, target = write_llama_server(tmp_path), tmp_path / "head.gguf", tmp_path / "target.gguf"
     gguf_files.write(target, *gguf_files.draft_model())
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "asked.jsonl"))
 

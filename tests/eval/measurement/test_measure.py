@@ -44,7 +44,7 @@ def text(target, prompt, num_new=40):
 
 def test_a_result_entry_is_whole_and_lossless(head, target):
     entry, _ = measured(target, head)
-    assert entry.lossless == LosslessReport(checked=3, identical=3)
+    assert entry.lossless == LosslessReport(checked=3, identical=3) and entry.sampling_check is None
     assert (entry.num_prompts, entry.num_tokens, entry.batch_size) == (3, 72, 1)
     assert len(entry.acceptance_rate) == entry.num_draft_tokens
     assert entry.acceptance_length == round(entry.num_committed / entry.num_rounds, 4) >= 1

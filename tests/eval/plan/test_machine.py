@@ -124,5 +124,4 @@ def test_the_docs_name_every_shipped_profile_and_its_target():
     for path in PROFILES.glob("*.json"):
         [row] = [line for line in docs.splitlines() if line.startswith(f"| `{path.stem}` |")]
         profile = load_profile(path.stem)
-        assert profile.name == path.stem
         assert set(profile.target.replace(",", "").split()) <= set(re.sub("[`|(),]", " ", row).split()), row

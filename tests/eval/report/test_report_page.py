@@ -376,6 +376,10 @@ def test_losslessness_is_reported_as_it_was_checked():
         "tested token by token: p is 0.31 in the worst of 1 result, over at least 900 tokens."
     )
     assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
+    assert lossless_evidence([drawn]).startswith("The sampled texts do not visibly deviate from the target's own")
+    wrong = result(temperature=1.0, lossless=sampled, sampling_check={**check, "p_value": 1e-9})
+    assert "DEVIATE" in lossless_evidence([wrong])
+    assert "not distributed as the target's own" in recommend([wrong]).reasons[0]
     few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
     assert "Too few tokens" in lossless_evidence([few])
     assert "lossy" in lossless_evidence([result(accept="typical")])
