@@ -204,6 +204,7 @@ def test_the_page_says_what_was_measured():
         ),
         (["--target", "./gone", "--train", "{x}", "--prompts", "{x}"], "target gone: no such folder"),
         (["--target", "./gone", "--train", "y", "--prompts", "{x}"], "--train y: no such file"),
+        (["--target", "./gone", "--train", "{x}", "--prompts", "y"], "--prompts y: no such file"),
         (["--table"], "heads.md: expected one line"),
     ],
 )
@@ -213,10 +214,3 @@ def test_bad_input_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("headstart: ") and problem in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_file_is_named_before_anything_is_trained(bench, quiet, tmp_path):
-    bench.prompts = str(tmp_path / "gone.jsonl")
-    with pytest.raises(BadInput, match="--prompts .*gone.jsonl: no such file"):
-        run_bench(bench, quiet)
-    assert not bench.runs.exists()

@@ -85,19 +85,9 @@ def test_an_adapter_of_another_target_is_refused(headstart, saved_target, tiny_m
 
 @pytest.mark.slow
 def test_a_plan_is_made_for_an_adapter(headstart, saved_target, lora, words, tmp_path):
-    given = [
-        "--target",
-        saved_target,
-        "--adapter",
-        lora(saved_target),
-        "--prompts",
-        words,
-        "--output",
-        tmp_path / "out",
-    ]
-    assert (
-        headstart("plan --drafter ngram --seconds 5 --num-draft-tokens 2 --batch-size 1 --check none", *given)[0] == 0
-    )
+    files = ["--target", saved_target, "--adapter", lora(saved_target), "--prompts", words]
+    line = "plan --drafter ngram --seconds 5 --num-draft-tokens 2 --batch-size 1 --check none"
+    assert headstart(line, *files, "--output", tmp_path / "out")[0] == 0
     target = json.loads((tmp_path / "out" / "plan.json").read_text())["target"]
     assert target["adapter"]["base"] == str(saved_target)
     assert target["fingerprint"] != Target.load(saved_target).fingerprint

@@ -1,12 +1,9 @@
 """On a GPU: captured graphs decode what eager steps do, draws stay reproducible, and training steps are a CPU's."""
 
-from collections import deque
-
 import pytest
 import torch
 import torch.nn.functional as F
 from drafted import untrained
-from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.draft_setting import chains
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -22,6 +19,7 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.decoders import joined_decoder
 from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
 from headstart.heads.drafting import DynamicTree, StaticTree
+from joining import joined_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -123,10 +121,8 @@ def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
 def test_rows_join_and_leave_captured_rounds(drafts, batch_size, on_gpu):
     """Of 16 rows two prompts are read together, and recorded where nothing drafts."""
     head, prompts = head_for("eagle3", on_gpu) if drafts else None, [*PROMPTS, [1, *range(3, 60), *range(3, 40)]] * 5
-    waiting = deque(WaitingPrompt(str(i), prompt) for i, prompt in enumerate(prompts))
-    answers = dict(answer_continuously(on_gpu, waiting, batch_size=batch_size, max_new_tokens=40, drafter=head))
-    wanted = [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in prompts]
-    assert answers == {str(i): text for i, text in enumerate(wanted)}
+    texts = joined_texts(on_gpu, prompts, batch_size=batch_size, max_new_tokens=40, drafter=head)
+    assert texts == [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -6,7 +6,6 @@ from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.storage.features import origin_of
 from headstart.eval.suites.prompts import (
     ChatOptions,
-    NoUsablePrompt,
     Suite,
     distinct_names,
     file_names,
@@ -115,11 +114,6 @@ def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target
     assert suite.failed[0].reason == "the chat template refuses the messages: no tools here"
     assert suite.failed[1].reason.startswith("250 prompt tokens + 8 new ones exceed the context of 256")
     assert load(path, chat_target, limit=1).failed == []
-
-
-def test_a_file_without_a_prompt_to_ask_is_refused(chat_target, written):
-    with pytest.raises(NoUsablePrompt, match=r"^no prompt of a can be asked: a\.jsonl:1: 250 prompt tokens"):
-        load(written("a.jsonl", {"prompt": "w5 " * 250}), chat_target)
 
 
 def test_a_part_of_a_suite_keeps_where_its_prompts_came_from():

@@ -19,19 +19,6 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def traffic(tmp_path):
-    """traffic(40): a file of as many prompts."""
-
-    def write(count):
-        rows = [{"prompt": f"w{5 + i % 50} w{7 + 3 * i % 50} w{9 + i * i % 50}"} for i in range(count)]
-        path = tmp_path / "traffic.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
-
-
-@pytest.fixture
 def machine_is(monkeypatch):
     """machine_is(medusa=1.5, ...): these candidates, with rounds that take 1.5 steps of the target for each K."""
 
@@ -103,3 +90,10 @@ def file_of(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def traffic(file_of):
+    """traffic(40): a file of as many prompts."""
+    row = lambda i: {"prompt": f"w{5 + i % 50} w{7 + 3 * i % 50} w{9 + i * i % 50}"}  # noqa: E731
+    return lambda count: file_of("traffic", map(row, range(count)))

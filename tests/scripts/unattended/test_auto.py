@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from headstart.configs.jsonl import read_jsonl
 from headstart.scripts.unattended import auto as stages
 from headstart.scripts.unattended.answers import TEMPERATURE
 from headstart.scripts.unattended.journal import Score
@@ -19,10 +20,6 @@ from headstart.scripts.unattended.training import TIME_IS_UP, Learner
 
 def journal_of(folder):
     return json.loads((folder / "auto.json").read_text())
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     assert code == 0, said
     assert (found["split"]["held_out"], found["split"]["asked"], found["answers"]["written"]) == (13, 27, 27)
     data = tmp_path / "auto" / "data"
-    learnt, judged = (rows_of(data / f"{name}.jsonl") for name in ("train", "validation"))
+    learnt, judged = (read_jsonl(data / f"{name}.jsonl") for name in ("train", "validation"))
     assert found["answers"]["sampled"] == len(learnt) - 27 + len(judged) > 0, "prompts are answered again, sampled"
     asked = [[message["content"] for message in row["messages"][:-1]] for row in (*learnt, *judged)]
     assert all(question not in asked[: len(learnt)] for question in asked[len(learnt) :])

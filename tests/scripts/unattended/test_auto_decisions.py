@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from headstart.configs.errors import BadInput
+from headstart.configs.jsonl import read_jsonl
 from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.unattended import candidates
@@ -290,10 +291,6 @@ def test_loops_and_cut_answers_are_told():
     assert [len(warnings_of(10, truncated=3, looping=0)), len(warnings_of(10, truncated=3, looping=3))] == [1, 2]
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_what_is_held_out_is_never_asked(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"question {i % 30}", "category": "c"} for i in range(50)]
@@ -303,15 +300,15 @@ def test_what_is_held_out_is_never_asked(tmp_path):
     turns = [[{"role": "user", "content": q}] + [{"role": "assistant", "content": a}] * bool(a) for q, a in pairs]
     chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (10, 20, 20)
-    held_out = {row["messages"][0]["content"] for row in rows_of(tmp_path / "data" / "held_out.jsonl")}
-    asked = {row["prompt"] for row in rows_of(tmp_path / "data" / "prompts.jsonl")}
-    given = {row["messages"][0]["content"] for row in rows_of(tmp_path / "data" / "given.jsonl")}
+    held_out = {row["messages"][0]["content"] for row in read_jsonl(tmp_path / "data" / "held_out.jsonl")}
+    asked = {row["prompt"] for row in read_jsonl(tmp_path / "data" / "prompts.jsonl")}
+    given = {row["messages"][0]["content"] for row in read_jsonl(tmp_path / "data" / "given.jsonl")}
     assert len(held_out) == 10 and len(asked) == 20 and not held_out & asked
     assert given == asked | {"another"}, "chats that ask what is held out are left out, and those without an answer"
     first = (tmp_path / "data" / "held_out.jsonl").read_text()
     split_prompts(str(path), "", tmp_path / "again", seed=0)
     assert (tmp_path / "again" / "held_out.jsonl").read_text() == first
-    assert all(row["category"] == "c" for row in rows_of(tmp_path / "data" / "held_out.jsonl"))
+    assert all(row["category"] == "c" for row in read_jsonl(tmp_path / "data" / "held_out.jsonl"))
 
 
 def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from headstart.configs.jsonl import read_jsonl
 from headstart.scripts.unattended import comparing
 from headstart.scripts.unattended.comparing import SHARES
 from headstart.scripts.unattended.steps import CommandRunner
@@ -38,8 +39,7 @@ def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process
     assert {part["week"] for part in found["drift"]} == {"all", "2026-W06", "2026-W07"}
     assert {(part["traffic"], part["domain"]) for part in found["drift"]} >= {("new", "all"), ("new", "new")}
     assert [words[0] for words in in_process] == ["train"] and found["steps"][0]["command"] in said
-    train = [json.loads(line) for line in (tmp_path / "refit" / "data" / "train.jsonl").read_text().splitlines()]
-    held_out = [json.loads(line) for line in (tmp_path / "refit" / "data" / "held_out.jsonl").read_text().splitlines()]
+    train, held_out = (read_jsonl(tmp_path / "refit" / "data" / f"{name}.jsonl") for name in ("train", "held_out"))
     learnt = {row["messages"][0]["content"] for row in train}
     assert not learnt & {row["messages"][0]["content"] for row in held_out}, "held out is never learnt from"
     assert sum(row["category"] == "old" for row in train) == len(train) // 2, "half of what is learnt is old"
