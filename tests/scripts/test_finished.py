@@ -1,6 +1,7 @@
 """A finished report or plan is not lost to another command, and a folder has one writer."""
 
 import json
+import os
 
 import pytest
 from headstart.configs.owned import OwnedFolder
@@ -49,8 +50,10 @@ def test_a_finished_one_of_other_settings_is_replaced_only_when_asked(command):
     assert json.loads(command.file.read_text())
 
 
-def test_a_file_of_its_name_is_not_replaced_and_a_run_may_hold_its_folder(command, tmp_path):
-    """Folders of other commands: test_outputs.py."""
+def test_a_folder_in_use_or_of_something_else_is_refused_untouched(command, tmp_path):
+    with OwnedFolder(command.output, command=f"headstart {command.name}"):
+        code, err = command()
+        assert code == 2 and f"out: in use by process {os.getpid()} on " in err and not command.file.exists()
     mine = tmp_path / "mine" / command.file.name
     mine.parent.mkdir()
     mine.write_text("mine")
@@ -58,4 +61,6 @@ def test_a_file_of_its_name_is_not_replaced_and_a_run_may_hold_its_folder(comman
     assert code == 2 and "mine: holds other files" in err and tree(mine.parent) == {mine.name: b"mine"}
     with OwnedFolder(tmp_path / "run", command="headstart train"):
         pass
+    code, err = command(output=tmp_path / "run")
+    assert code == 2 and f"run: belongs to headstart train; give headstart {command.name} another folder" in err
     assert command(output=tmp_path / "run" / command.name)[0] == 0
