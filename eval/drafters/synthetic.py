@@ -102,9 +102,16 @@ class SyntheticDrafter(Drafter):
         state.position = read.start + read.num_valid
 
     def commit_prompts(self, state: SyntheticState, read: Reading, *, most: int) -> None:
+        """Look up the prompts' texts, and draw their random numbers."""
         if self.inner is not None:
             self.inner.commit_prompts(state.inner, read, most=most)
-        self._recall(state, read)
+        known, length = {text: number for number, text in enumerate(self.texts)}, state.texts.shape[1]
+        for row, (ids, num_valid) in enumerate(zip(read.tokens.tolist(), read.num_valid.tolist(), strict=True)):
+            prompt = tuple(ids[:num_valid])
+            text = self.texts.get(prompt, [])[:length]
+            state.texts[row] = torch.tensor([*text, *[0] * (length - len(text))], device=self.device)
+            source = torch.Generator().manual_seed(known.get(prompt, row))
+            state.uniform[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)
 
     def propose(self, state: SyntheticState, *, num_draft_tokens: int) -> Proposal:
         if self.inner is not None:
@@ -114,12 +121,3 @@ class SyntheticDrafter(Drafter):
         rows = torch.arange(len(true), device=self.device)
         right = state.uniform[rows, state.position, :num_draft_tokens] < self.rates[:num_draft_tokens]
         return Proposal(torch.where(right, true, (true + 1) % self.vocab_size))
-
-    def _recall(self, state: SyntheticState, read: Reading) -> None:
-        known, length = {text: number for number, text in enumerate(self.texts)}, state.texts.shape[1]
-        for row, (ids, num_valid) in enumerate(zip(read.tokens.tolist(), read.num_valid.tolist(), strict=True)):
-            prompt = tuple(ids[:num_valid])
-            text = self.texts.get(prompt, [])
-            state.texts[row] = torch.tensor([*text, *[0] * (length - len(text))], device=self.device)
-            source = torch.Generator().manual_seed(known.get(prompt, row))
-            state.uniform[row] = torch.rand(length, MOST_DRAFTED, generator=source).to(self.device)

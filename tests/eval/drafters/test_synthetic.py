@@ -34,6 +34,14 @@ def test_other_prompts_are_decoded_losslessly_too(target):
     assert text.token_ids == generate(target, None, PROMPTS[1:3], max_new_tokens=20).token_ids
 
 
+def test_texts_may_end_before_the_known_ones(target):
+    drafter = SyntheticDrafter(target, PROMPTS, [1.0], max_new_tokens=100)
+    how = {"max_new_tokens": 8, "eos_token_ids": []}
+    found = generate(target, drafter, PROMPTS, num_draft_tokens=3, **how)
+    assert found.token_ids == generate(target, None, PROMPTS, **how).token_ids
+    assert found.rounds[1].num_accepted == [3] * len(PROMPTS)
+
+
 def test_certain_drafts_are_all_accepted_and_impossible_ones_never(target):
     """Of one drafter's texts, which serve other rates too."""
     certain = SyntheticDrafter(target, PROMPTS[:1], [1.0], max_new_tokens=41)
