@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from ...configs.errors import BadInput
 from ...heads.base import Proposal
 from ...heads.decoders.cache import SlotCache
 from ...heads.target import Target
-from .host import TextDrafter, TextState
+from .host import RowText, TextDrafter, TextState
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes of an incomplete character
 KEEP_TOKENS, KEEP_CHARACTERS = 16, 64  # least part of a text's end that is translated again
@@ -94,7 +95,7 @@ class Vocabulary:
         return into | ({} if bos is None else {bos: []}) | {end: other.ends[:1] for end in self.ends}
 
 
-class TranslatedRow:
+class TranslatedRow(RowText):
     """The committed text of one row in the draft model's tokens, and what of it the draft model has read.
 
     Special tokens are translated one by one; between two of them, a run of tokens is translated by its text.
@@ -113,10 +114,6 @@ class TranslatedRow:
         self.text = Tail(self.target.decode, empty="", keep=KEEP_TOKENS)
         self.words = Tail(self.draft.encode, empty=[], keep=KEEP_CHARACTERS)
         self.tokens = list(self.before)  # the whole text, in tokens of the draft model
-
-    def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Append a prompt."""
-        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the target."""
@@ -180,6 +177,9 @@ class TranslatedDrafter(TextDrafter):
     """
 
     def __init__(self, model: Target, target: Target):
+        """Raises BadInput if the draft model has recurrent layers, whose states cannot go back to where texts part."""
+        if model.has_states:
+            raise BadInput(f"draft model {model.name} has recurrent layers: it needs the target's own tokenizer")
         self.model = model
         self.draft, self.target = Vocabulary(model), Vocabulary(target)
 

@@ -103,7 +103,7 @@ class Knows:
         self.tokenizer, self.texts = tokenizer, texts
         self.vocab_size, self.max_positions = len(tokenizer) + 3, max_positions
         self.device, self.eos_token_ids = torch.device("cpu"), frozenset()
-        self.num_read = 0
+        self.num_read, self.has_states = 0, False
 
     class Slots:
         def __init__(self, max_length: int):
@@ -139,6 +139,13 @@ class Knows:
 
     def logits(self, hidden) -> torch.Tensor:
         return torch.nn.functional.one_hot(hidden[..., 0].long(), self.vocab_size).float()
+
+
+def test_a_draft_model_that_cannot_go_back_in_its_text_is_refused(make):
+    """A text that is translated anew parts from what was read; recurrent layers keep no state there."""
+    recurrent = make(words(), family="qwen3_5")
+    with pytest.raises(BadInput, match="^draft model tiny has recurrent layers: it needs the target's own tokenizer$"):
+        TranslatedDrafter(recurrent, make(letters()))
 
 
 # Losslessness
