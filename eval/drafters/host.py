@@ -10,16 +10,6 @@ from ...heads.base import Proposal
 from ...heads.drafter import Drafter, Reading
 
 
-def committed_tokens(read: Reading) -> list[list[int]]:
-    """Per row, the tokens that this reading adds to its text, the pending one last; none in rows that had ended."""
-    # a row's first token, then the successor of each token; the last successor is the pending token
-    packed = torch.cat([read.start[:, None], read.num_valid[:, None], read.tokens[:, :1], read.next_tokens], 1)
-    return [
-        [*([first] if start == 0 and num_valid else []), *following[:num_valid]]
-        for start, num_valid, first, *following in packed.tolist()
-    ]
-
-
 class RowText:
     """The committed text of one row, the pending token included."""
 
@@ -32,26 +22,28 @@ class RowText:
         raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Exactly num_tokens tokens that may follow."""
+        """Exactly num_tokens tokens that may follow. Only where `TextDrafter` proposes."""
         raise NotImplementedError
 
 
-def commit_texts(rows: Sequence[Any], read: Reading) -> list[bool]:
-    """Append to each row the tokens that this reading adds; returns which rows grew."""
-    news = committed_tokens(read)
-    for row, new, start in zip(rows, news, read.start.tolist(), strict=True):
-        if start == 0 and new:
-            row.read_prompt(new)
+def commit_texts(rows: Sequence[RowText], read: Reading) -> list[bool]:
+    """Append to each row the tokens that this reading adds, the pending one last; returns which rows grew.
+
+    Rows that have ended add none."""
+    firsts, starts, counts = read.tokens[:, 0].tolist(), read.start.tolist(), read.num_valid.tolist()
+    for row, first, start, count, behind in zip(rows, firsts, starts, counts, read.next_tokens.tolist(), strict=True):
+        if start == 0 and count:
+            row.read_prompt([first, *behind[:count]])
         else:
-            row.extend(new)
-    return [bool(new) for new in news]
+            row.extend(behind[:count])
+    return [count > 0 for count in counts]
 
 
 @dataclass
 class TextState:
-    """rows: the texts, with `extend`, and with `draft` if `TextDrafter` proposes. active: rows that still grow."""
+    """rows: the texts. active: whether each still grows."""
 
-    rows: list[Any]
+    rows: list[Any]  # of `RowText`, with what else a drafter asks of its own
     active: list[bool] = field(default_factory=list)
 
 

@@ -13,17 +13,17 @@ from ..decoding.replay import Replay
 from .answers import Answers
 from .asking import Asking
 from .guessing import Chain, Guessing
-from .host import commit_texts
+from .host import RowText, commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS, suffix_rows
 from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
-from .suffix import Node, Path, Place, SuffixRow, dynamic_only, padded_tree
+from .suffix import Node, Path, SuffixRow, dynamic_only, padded_tree
 from .unread import Unread
 
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
 MOST_KEPT = 512  # positions of a prompt whose states are kept until the head is asked; it reads longer ones at once
 
 
-class HybridRow:
+class HybridRow(RowText):
     """One row's look-ups, and how they combine with the head's guesses.
 
     Args: guessed: how often the head's guesses were right, by their probability.
@@ -34,7 +34,6 @@ class HybridRow:
         self.latest: Chain = []  # the head's guesses for the tokens that are committed next
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Append a prompt."""
         self.text.read_prompt(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -46,16 +45,6 @@ class HybridRow:
         self.latest = []
         self.text.extend(tokens)
 
-    def copy(self, place: Place, num_tokens: int) -> list[tuple[int, float]]:
-        """Copied tokens that may follow, each with the estimated probability that it and all before it are right."""
-        tokens, chance = [], 1.0
-        for _ in range(num_tokens):
-            token, right = self.text.guess(place)
-            place = self.text.follow(place, token)
-            chance *= right
-            tokens.append((token, chance))
-        return tokens
-
     def chain(self, head: Chain, num_tokens: int) -> list[int]:
         """The chain with the largest expected number of accepted tokens, of those that start with the head's first j
         tokens and continue as a copy."""
@@ -64,7 +53,7 @@ class HybridRow:
         own: list[int] = []
         best, most = own, -1.0
         for num_guessed in range(len(head) + 1):
-            copied = self.copy(place, num_tokens - num_guessed)
+            copied = self.text.copy(place, num_tokens - num_guessed)
             whole = expected + chance * sum(certainty for _, certainty in copied)
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
@@ -160,7 +149,7 @@ class HybridDrafter(Drafter):
             self.answers.leave_out(prompts, questions)
 
     def propose(self, state: HybridState, *, num_draft_tokens: int) -> Proposal:
-        copies = [row.copy(row.text.place, num_draft_tokens) for row in state.rows]
+        copies = [row.text.copy(row.text.place, num_draft_tokens) for row in state.rows]
         drafts, depth = [[token for token, _ in copied] for copied in copies], min(num_draft_tokens, self.reach)
         growing = (row for row, active in enumerate(state.active) if active)
         expected = {row: sum(chance for _, chance in copies[row]) for row in growing}

@@ -11,7 +11,7 @@ from ...heads.base import DraftHead
 from ...heads.drafter import Drafter
 from ...heads.registry import head_record, load_head
 from ...heads.target import Target
-from .answers import load_answers
+from .answers import Answers, load_answers
 from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
@@ -26,18 +26,13 @@ def draft_model(target: Target, path: str) -> Drafter:
     return TranslatedDrafter(model, target)
 
 
-def suffix(target: Target, answers: str) -> Drafter:
-    return SuffixDrafter(
-        answers=load_answers(answers, target.tokenizer, vocab_size=target.vocab_size) if answers else None
-    )
+def answers_for(target: Target, path: str) -> Answers | None:
+    return load_answers(path, target.tokenizer, vocab_size=target.vocab_size) if path else None
 
 
 def hybrid(target: Target, argument: str) -> Drafter:
     path, _, answers = argument.partition(":")
-    return HybridDrafter(
-        load_head(path, target),
-        answers=load_answers(answers, target.tokenizer, vocab_size=target.vocab_size) if answers else None,
-    )
+    return HybridDrafter(load_head(path, target), answers=answers_for(target, answers))
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class DrafterEntry:
 
 DRAFTERS = {
     "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
-    "suffix": DrafterEntry(suffix, "ANSWERS"),
+    "suffix": DrafterEntry(lambda target, path: SuffixDrafter(answers=answers_for(target, path)), "ANSWERS"),
     "sparse-self": DrafterEntry(
         lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
     ),

@@ -137,22 +137,24 @@ class SuffixRow(RowText):
             ranked.sort(key=lambda guess: -guess[1])  # stable: ties go to the row's own text
         return ranked
 
-    def guess(self, place: Place) -> tuple[int, float]:
-        """The token that most likely follows, and its hit rate."""
-        return self.guesses(place)[0]
-
     def follow(self, place: Place, token: int) -> Place:
         """The place after a further token, which is not counted."""
         answers = place.answers if self.answers is None else self.answers.follow(place.answers, token)
         return Place(self.own.follow(place.own, token), answers)
 
-    def draft(self, num_tokens: int) -> list[int]:
-        """At each step, the token that most likely follows."""
-        tokens, place = list[int](), self.place
+    def copy(self, place: Place, num_tokens: int) -> list[tuple[int, float]]:
+        """At each step the token that most likely follows, and the estimated probability that it and all before it are
+        right."""
+        tokens, chance = list[tuple[int, float]](), 1.0
         for _ in range(num_tokens):
-            tokens.append(self.guess(place)[0])
-            place = self.follow(place, tokens[-1])
+            token, right = self.guesses(place)[0]
+            place = self.follow(place, token)
+            chance *= right
+            tokens.append((token, chance))
         return tokens
+
+    def draft(self, num_tokens: int) -> list[int]:
+        return [token for token, _ in self.copy(self.place, num_tokens)]
 
     def tree(self, seeds: Iterable[Node] = (), *, num_nodes: int, depth: int) -> list[Path]:
         """The nodes most likely to be accepted, of both tries' continuations of the text and of the seeds; fewer than
