@@ -39,6 +39,17 @@ class Reading:
         return self.start[:, None] + torch.arange(self.tokens.shape[1], device=self.start.device)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What recorded steps take in place of a Reading; `of` makes it one again."""
+        return self.tokens, self.next_tokens, self.output.features, self.output.post_norm, self.start, self.num_valid
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], **where: Any) -> "Reading":
+        """A Reading of these `tensors`. Args: where: extent, follows_draft, cache."""
+        tokens, next_tokens, features, post_norm, start, num_valid = tensors
+        return cls(tokens, next_tokens, TargetOutput(features, post_norm), start, num_valid, **where)
+
+    @property
     def last(self) -> Tensor:
         """[B] index, among the Q, of the last committed position."""
         return (self.num_valid - 1).clamp(min=0)

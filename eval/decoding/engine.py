@@ -187,9 +187,7 @@ class Engine:
             if drafted.draft_probs is not None and self.replay.steps != "eager":
                 raise BadInput(f"steps {self.replay.steps}: not with draft probabilities from the host; eager works")
             return drafted.to(self.target.device)
-        output = read.output
-        arguments = (read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid)
-        tokens, parents, draft_probs, estimates = self.replay(("draft", self.extent), self._draft, *arguments)
+        tokens, parents, draft_probs, estimates = self.replay(("draft", self.extent), self._draft, *read.tensors)
         assert tokens is not None
         return Proposal(tokens, parents, draft_probs, confidence=estimates)
 
@@ -231,19 +229,10 @@ class Engine:
             return target.best(states) if output.best is None else output.best
         return choose_tokens(target.logits(states), sampling=sampling, history=history, generator=self.generator)
 
-    def _draft(
-        self,
-        tokens: Tensor,
-        next_tokens: Tensor,
-        features: Tensor,
-        post_norm: Tensor,
-        start: Tensor,
-        num_valid: Tensor,
-    ) -> Tensors:
-        """The tensors of a Reading -> those of a Proposal; like `_verify`, without copies to the host."""
+    def _draft(self, *tensors: Tensor) -> Tensors:
+        """`Reading.tensors` -> the tensors of a Proposal; like `_verify`, without copies to the host."""
         assert self.drafter is not None
-        output = TargetOutput(features, post_norm)
-        read = Reading(tokens, next_tokens, output, start, num_valid, self.extent, self.tree is None, self.cache)
+        read = Reading.of(tensors, extent=self.extent, follows_draft=self.tree is None, cache=self.cache)
         self.drafter.commit(self.state, read)
         is_greedy = self.sampling.temperature == 0
         draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)

@@ -83,7 +83,7 @@ class Guessing:
         start = torch.tensor(self.unread.first, device=target.device).clamp(max=extent - width)
         output = TargetOutput(features, post_norm)
         nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start))  # compiled code knows aliases
-        self._step(*reading_tensors(nothing))  # the head's caches come into being
+        self._step(*nothing.tensors)  # the head's caches come into being
         self._replayed(replay, nothing)
 
     @property
@@ -103,13 +103,11 @@ class Guessing:
         return replace(read, tokens=tokens, next_tokens=next_tokens, output=TargetOutput(*states), start=start)
 
     def _replayed(self, replay: Replay, read: Reading) -> tuple[Tensor, ...]:
-        return replay(self._key, self._step, *reading_tensors(read))  # pyright: ignore[reportReturnType]
+        return replay(self._key, self._step, *read.tensors)  # pyright: ignore[reportReturnType]
 
     def _step(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Read the six tensors of a Reading, and draft."""
-        tokens, next_tokens, features, post_norm, start, num_valid = tensors
-        output = TargetOutput(features, post_norm)
-        self.head.commit(self.state, Reading(tokens, next_tokens, output, start, num_valid, self.extent))
+        """Commit `Reading.tensors` to the head, and draft."""
+        self.head.commit(self.state, Reading.of(tensors, extent=self.extent))
         return self._drafted()
 
     def _drafted(self) -> tuple[Tensor, Tensor]:
@@ -124,8 +122,3 @@ class Guessing:
         logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]
         best = logits.topk(self.num_ranks, -1)
         return self.head.to_target(best.indices), (best.values - logits.logsumexp(-1, True)).exp()
-
-
-def reading_tensors(read: Reading) -> tuple[Tensor, ...]:
-    output = read.output
-    return read.tokens, read.next_tokens, output.features, output.post_norm, read.start, read.num_valid
