@@ -16,7 +16,7 @@ from .guessing import Chain, Guessing
 from .host import RowText, commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS, suffix_rows
 from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
-from .suffix import Node, Path, SuffixRow, dynamic_only, padded_tree
+from .suffix import Node, Path, SuffixRow, dynamic_only, tree_proposal
 from .unread import Unread
 
 NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
@@ -164,6 +164,5 @@ class HybridDrafter(Drafter):
         tree = dynamic_only(tree)
         chains = state.guessing.chains(min(tree.depth, self.reach), num_ranks=NUM_RANKS)
         rows = zip(state.rows, chains, strict=True)
-        drafts = [padded_tree(row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth), tree) for row, own in rows]
-        tokens, parents = zip(*drafts, strict=True)
-        return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
+        trees = (row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth) for row, own in rows)
+        return tree_proposal(trees, tree.num_nodes)

@@ -6,14 +6,12 @@ always draft K tokens: if fewer were found, filler tokens follow, which are veri
 
 from collections.abc import Sequence
 
-import torch
-
 from ...configs.errors import BadInput
 from ...heads.drafting import Draws, Proposal, Tree
 from .answers import Answers
 from .host import RowText, TextDrafter, TextState
 from .rates import LookupRates
-from .suffix import SuffixRow, SuffixTrie, dynamic_only, padded_tree
+from .suffix import SuffixRow, SuffixTrie, dynamic_only, tree_proposal
 
 MAX_SUFFIX = 16  # tokens of a row's own text that are looked up
 MAX_NODES = 2**20  # of all rows' tries together, about 150 bytes each
@@ -89,9 +87,8 @@ class SuffixDrafter(TextDrafter):
     def propose_tree(self, state: TextState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
         """A dynamic tree of that many nodes; BadInput on a fixed shape."""
         tree = dynamic_only(tree)
-        paths = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
-        tokens, parents = zip(*(padded_tree(path, tree) for path in paths), strict=True)
-        return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
+        trees = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
+        return tree_proposal(trees, tree.num_nodes)
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:

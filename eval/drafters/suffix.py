@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+import torch
+
 from ...configs.errors import BadInput
-from ...heads.drafting import DynamicTree, Tree
+from ...heads.drafting import DynamicTree, Proposal, Tree
 from .host import RowText
 from .rates import LookupRates
 
@@ -194,12 +196,14 @@ def depth_first(paths: Iterable[Path]) -> list[Path]:
     return ordered
 
 
-def padded_tree(paths: Sequence[Path], tree: DynamicTree) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree's nodes, padded to tree.num_nodes with the first node's token below the root."""
-    index = {path: i for i, path in enumerate(paths)}
-    num_left = tree.num_nodes - len(paths)
-    tokens = [path[-1] for path in paths] + [paths[0][0]] * num_left
-    return tokens, [index.get(path[:-1], -1) for path in paths] + [-1] * num_left
+def tree_proposal(rows: Iterable[Sequence[Path]], num_nodes: int) -> Proposal:
+    """The proposal of each row's nodes, padded to num_nodes with its first node's token below the root."""
+    tokens, parents = list[list[int]](), list[list[int]]()
+    for paths in rows:
+        index, num_left = {path: i for i, path in enumerate(paths)}, num_nodes - len(paths)
+        tokens.append([path[-1] for path in paths] + [paths[0][0]] * num_left)
+        parents.append([index.get(path[:-1], -1) for path in paths] + [-1] * num_left)
+    return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
 
 
 def dynamic_only(tree: Tree) -> DynamicTree:

@@ -15,7 +15,7 @@ from headstart.eval.drafters.guessing import Guess
 from headstart.eval.drafters.hybrid import HybridDrafter, HybridRow
 from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import MATCH_RATES, PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
-from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, padded_tree
+from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie, tree_proposal
 from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
@@ -256,8 +256,9 @@ def test_a_tree_holds_the_heads_chain_its_other_guesses_and_copies():
     assert {(18,), (18, 19), (50,), (50, 60), (51,)} <= set(paths)
     assert all(path[:-1] in {(), *paths[:i]} for i, path in enumerate(paths)), "parents first"
     assert paths[1][:1] == paths[0], "and then the likeliest child"
-    tokens, parents = padded_tree(paths, DynamicTree(num_nodes=20, depth=2, top_k=8))
-    assert len(tokens) == len(parents) == 20 and all(parent < i for i, parent in enumerate(parents))
+    proposal = tree_proposal([paths], 20)
+    assert proposal.tokens.shape == (1, 20) and proposal.parents is not None
+    assert (proposal.parents < torch.arange(20)).all()
 
 
 def test_a_head_that_knows_nothing_costs_a_round_or_two_over_look_ups_alone(tiny_target):
