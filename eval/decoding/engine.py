@@ -1,5 +1,6 @@
 """The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -87,11 +88,10 @@ class Engine:
             raise BadInput(f"target {target.name}: decodes chains, not trees: its layers read one text at a time")
         self.target, self.drafter, self.tree = target, drafter, tree
         self.sampling, self.generator = sampling or Sampling(), generator
-        rule, exact = accept_rule(accept), accept_rule("exact")
-        self.rule = exact if drafter is None else rule  # the baseline has no drafts
+        self.rule = accept_rule(accept)
         if steps == "compile" and self.sampling.temperature > 0:
             raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
-        self.batch_size, self.max_length = batch_size, max_length
+        self.batch_size = batch_size
         self.num_drafted = tree.num_nodes if tree else self.depth
         self.widths = Widths(self.num_drafted, verify_cost if self.depth == self.num_drafted else None, steps)
         self.layers = drafter.feature_layers if drafter else ()
@@ -108,7 +108,8 @@ class Engine:
         # a single query that sees the whole cache needs no mask; growing shapes cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # number of slots that this round's attention reads
-        self.history = TokenHistory.of(self.sampling, batch_size, target.vocab_size, target.device)
+        has_penalty = self.sampling.repetition_penalty != 1
+        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if has_penalty else None
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.chain_parents = (self.offsets[: self.num_drafted] - 1).expand(batch_size, -1)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
@@ -192,9 +193,12 @@ class Engine:
         return Proposal(tokens, parents, draft_probs, confidence=estimates)
 
     @on_device
-    def verify(self, state: DecodeState, proposal: Proposal) -> Verified:
-        """One forward over each row's last committed token and its drafts, all or those worth verifying."""
-        num_offered = self.widths.offered(proposal.confidence, state.read, self.batch_size)
+    def verify(self, state: DecodeState, proposal: Proposal, ended: Sequence[bool]) -> Verified:
+        """One forward over each row's last committed token and its drafts, all or those worth verifying.
+
+        Args: ended: by row, whether it has ended; then none of its drafts is.
+        """
+        num_offered = self.widths.offered(proposal.confidence, ended)
         verified = self._run_verify(state, proposal, num_offered)
         if self.history is not None:
             self.history.add(verified.tokens, verified.num_accepted + 1)
@@ -250,13 +254,13 @@ class Engine:
         limit: Tensor | None,
     ) -> Tensors:
         """The step of `verify`. limit: [B] drafts to verify; None: all."""
-        if self.rule.needs_draft_probs and draft_probs is None:
-            raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         tokens, mask, output = self._read_nodes(last, drafted, parents, start)
         history = None if self.history is None else self.history.at(tokens, mask)
         read, num_drafted = (tokens, output.features, output.post_norm), drafted.shape[1]
         if num_drafted == 0:
             return torch.zeros_like(start), self._chosen(output, history), *read, None
+        if self.rule.needs_draft_probs and draft_probs is None:
+            raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         candidates = Candidates(
             tokens=drafted,
             parents=self.chain_parents[:, :num_drafted] if parents is None else parents,
@@ -268,10 +272,10 @@ class Engine:
             sampling=self.sampling,
             history=history,
             generator=self.generator,
-            tries=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
+            most_children=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
             offered=limit,
         )
-        accepted, rotary = self.widths.accepted(self.rule, candidates), self.target.row_rotary
+        accepted, rotary = self.rule(candidates), self.target.row_rotary
         if parents is None:
             results = accepted.committed(tokens), *read, None
         else:

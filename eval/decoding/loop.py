@@ -237,24 +237,25 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
     read_again(engine.target, engine.cache, texts.prompts, texts.new, ended=texts.ended)
-    accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal)
+    accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal, texts.ended)
     marks.append(watch.mark())
     nodes = engine.no_tokens if path is None else path
-    results = torch.cat([accepted[:, None], state.start[:, None], committed, tokens, nodes], 1).cpu()  # the host read
+    results = [accepted[:, None], state.start[:, None], committed, tokens, nodes]
+    on_host = torch.cat(results, 1).cpu().split([part.shape[1] for part in results], 1)  # the host read
     # Commit
-    read, width, rows = state.read, committed.shape[1], results.tolist()
-    chosen = [row[2 : 2 + width] for row in rows]
-    round_ = texts.commit([row[0] for row in rows], chosen, num_drafted=engine.num_drafted)
+    num_accepted, start, chosen, read_tokens, nodes = on_host
+    round_ = texts.commit(num_accepted[:, 0].tolist(), chosen.tolist(), num_drafted=engine.num_drafted)
+    round_.num_offered = num_offered
     if path is not None:
-        round_.paths = [row[2 + 2 * width :][:num] for row, num in zip(rows, round_.num_accepted, strict=True)]
-    round_.num_offered, estimates = num_offered, proposal.confidence
-    round_.estimates = [] if estimates is None else estimates.tolist()
+        round_.paths = [row[:num] for row, num in zip(nodes.tolist(), round_.num_accepted, strict=True)]
+    if proposal.confidence is not None:
+        round_.estimates = proposal.confidence.tolist()
     num_valid, grows = accepted + 1, torch.tensor([not ended for ended in texts.ended])
     if any(texts.ended):
         num_valid = num_valid * grows.to(accepted.device)
+    read = None
     if engine.drafts_on_host:
-        on_host = results[:, 2 + width : 2 + 2 * width], results[:, 2 : 2 + width]
-        read = Reading(*on_host, output, results[:, 1], (results[:, 0] + 1) * grows)
+        read = Reading(read_tokens, chosen, output, start[:, 0], (num_accepted[:, 0] + 1) * grows)
     elif engine.drafter is not None:
         read = Reading(tokens, committed, output, state.start, num_valid)
     round_.draft_seconds, round_.verify_seconds = watch.between(*marks)

@@ -133,11 +133,6 @@ class TokenHistory:
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.committed = torch.zeros(batch_size, vocab_size, dtype=torch.bool, device=device)
 
-    @classmethod
-    def of(cls, sampling: "Sampling", batch_size: int, vocab_size: int, device: torch.device) -> "TokenHistory | None":
-        """An empty history; None if the sampling has no penalty."""
-        return cls(batch_size, vocab_size, device) if sampling.repetition_penalty != 1 else None
-
     def add(self, tokens: Tensor, num_valid: Tensor) -> None:
         """Commit the first num_valid [B] of tokens [B, Q]."""
         valid = torch.arange(tokens.shape[1], device=tokens.device) < num_valid[:, None]  # [B, Q]

@@ -55,7 +55,7 @@ class Candidates(NamedTuple):
     sampling: Sampling
     history: Tensor | None = None
     generator: torch.Generator | None = None
-    tries: Sequence[int] | None = None  # for a tree of fixed shape, as in `accept_sampled`
+    most_children: Sequence[int] | None = None  # for a tree of fixed shape, as in `accept_sampled`
     offered: Tensor | None = None  # [B] for a chain, how many of its tokens are verified; None: all
 
     @property
@@ -141,21 +141,6 @@ def residual_behind(residual: Tensor, draft: Tensor, token: Tensor) -> Tensor:
     return as_probabilities(torch.where(rest.sum(1, keepdim=True) > 0, rest, residual))
 
 
-def walk_order(parents: Tensor, tries: Sequence[int] | None) -> tuple[Tensor, list[list[int]]]:
-    """[B, S, S] whether a node has a place in its parent's order, and by step of the walk the places that are tried.
-
-    Without `tries`, a node's place is its index and each step tries one, as parents precede children; with it, as in
-    `accept_sampled`, its place is its rank among its siblings and each step goes one depth down.
-    """
-    index = torch.arange(parents.shape[1], device=parents.device)
-    if tries is None:
-        order, steps = index, [[j] for j in range(parents.shape[1])]
-    else:
-        order = (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)  # [B, S]
-        steps = [list(range(count)) for count in tries]
-    return (order[..., None] == index).expand(len(parents), -1, -1), steps
-
-
 def accept_sampled(
     probs: Tensor,
     draft_probs: Tensor,
@@ -163,7 +148,7 @@ def accept_sampled(
     parents: Tensor,
     *,
     depth: int,
-    tries: Sequence[int] | None = None,
+    most_children: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> AcceptedPath:
     """Recursive rejection, for children drawn from the draft without replacement, in the order of their index.
@@ -181,8 +166,8 @@ def accept_sampled(
         draft_probs: [B, S + 1, V] at index i the distribution that the children of i were drawn from, 0 outside the
             draft vocabulary; not used at nodes without children.
         drafted: [B, S] tokens. parents: [B, S].
-        tries: for each depth the largest number of children of a node, if known: the walk then goes depth by depth,
-            with fewer kernels and the same random numbers and result.
+        most_children: for each depth the largest number of children of one node, as many as are tried there; None: not
+            known, so as many as there are nodes, which takes more kernels and has the same result.
     """
     probs, draft_probs = probs.float(), draft_probs.float()
     num_rows, num_nodes = drafted.shape
@@ -192,30 +177,28 @@ def accept_sampled(
     num_accepted, path = at, parents.new_zeros(num_rows, depth)
     levels = torch.arange(depth, device=probs.device)
     numbers = torch.arange(1, num_nodes + 1, device=probs.device)[:, None]  # 1 + each node's index
-    is_at, steps = walk_order(parents, tries)
-    for places in steps:
-        here = (parents + 1 == at)[..., None] & is_at[..., places[0] : places[-1] + 1]  # [B, S, n] a child at each
-        nodes = torch.where(here, numbers, 0).amax(1)  # [B, n] 1 + the child's index; 0: no child
+    rank = (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1, keepdim=True)  # [B, S, 1] among its siblings
+    for num_tried in most_children or [num_nodes] * depth:
+        here = (parents + 1 == at)[..., None] & (rank == torch.arange(num_tried, device=probs.device))  # [B, S, n]
+        nodes = torch.where(here, numbers, 0).amax(1)  # [B, n] 1 + the index of each child of `at`; 0: no child
         is_child, children = nodes > 0, (nodes - 1).clamp(min=0)
         tokens, draws = drafted.gather(1, children), uniform.gather(1, children)
         going, behind = torch.ones_like(at, dtype=torch.bool), torch.full_like(at, -1)  # [B, 1]; the accepted position
-        for i in range(len(places)):
+        for i in range(num_tried):
             token, tried = tokens[:, i : i + 1], is_child[:, i : i + 1] & going  # [B, 1]
             source, weight = drawn_from(draft, token)
             taken = tried & (draws[:, i : i + 1] * weight < residual.gather(1, token))
             rejected, going = tried ^ taken, going ^ taken
             behind = torch.where(taken, nodes[:, i : i + 1], behind)
             residual = torch.where(rejected, residual_behind(residual, source, token), residual)
-            if tries is None:
-                draft = torch.where(rejected, without(draft, token), draft)
-            elif i + 1 < len(places):  # not read in rows without a further child
+            if i + 1 < num_tried:  # not read in rows without a further child
                 draft = without(draft, token)
         next_at = behind.clamp(min=0).squeeze(1)
         residual = torch.where(going, residual, probs[rows, next_at])
         draft = torch.where(going, draft, draft_probs[rows, next_at])
         path = torch.where((levels == num_accepted) & ~going, behind - 1, path)  # [B, depth]
         num_accepted = num_accepted + ~going
-        at = torch.where(going, at, behind) if tries is None else behind  # -1: the row has stopped
+        at = behind  # -1, where no node is: the row has stopped
     return AcceptedPath(num_accepted.squeeze(1), path, sample(residual, generator))
 
 
@@ -266,9 +249,9 @@ def exact(drafted: Candidates) -> AcceptedPath:
     """The lossless rule: rejection sampling for drafts sampled from draft_probs, else comparison with the choice."""
     tokens, parents, depth = drafted.tokens, drafted.parents, drafted.depth
     if drafted.draft_probs is not None:
-        tries = [1] * depth if drafted.is_chain else drafted.tries
+        most_children = [1] * depth if drafted.is_chain else drafted.most_children
         given = drafted.target_probs(), drafted.draft_probs, tokens, parents
-        return accept_sampled(*given, depth=depth, tries=tries, generator=drafted.generator)
+        return accept_sampled(*given, depth=depth, most_children=most_children, generator=drafted.generator)
     chosen = drafted.chosen()
     if not drafted.is_chain:
         return accept_tree(chosen, tokens, parents, depth=depth)
@@ -299,7 +282,19 @@ class AcceptRule:
     settings: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, drafted: Candidates) -> AcceptedPath:
-        return self.function(drafted, **self.settings)
+        """Apply the rule to the offered drafts; if all of these are accepted, the target's own choice is the bonus."""
+        offered, history = drafted.offered, drafted.history
+        if offered is None or (drafted.is_chain and drafted.draft_probs is None and self.takes_offered):
+            return self.function(drafted, **self.settings)
+        logits = drafted.logits  # computed once, for the rule and the bonus
+        accepted = self.function(drafted._replace(read_logits=lambda: logits), **self.settings)
+        rows = torch.arange(len(offered), device=offered.device)
+        history = None if history is None else history[rows, offered][:, None]
+        own = choose_tokens(
+            logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator
+        )
+        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
+        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
     def having(self, **settings: float | None) -> "AcceptRule":
         """The rule with these settings; None: as they are. Raises BadInput if it has no such setting."""

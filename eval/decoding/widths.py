@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from math import inf
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...configs.errors import BadInput
-from ...heads.drafter import Reading
 from ...heads.drafting import worth_verifying
-from .sampling import choose_tokens
-from .verify import AcceptedPath, AcceptRule, Candidates
 
 
 class Widths:
@@ -26,38 +22,24 @@ class Widths:
         if cost is not None and not 0 <= cost < inf:
             raise BadInput(f"verify_cost {cost}: expected 0 or more")
         self.num_drafted, self.cost, self.steps = num_drafted, cost, steps
-        few = [(1 << i) - 1 for i in range(num_drafted.bit_length())]
-        less = [] if cost is None else range(num_drafted) if steps == "eager" else few
-        self.known = [*less, num_drafted] if num_drafted not in less else list(less)
+        powers = [(1 << i) - 1 for i in range(num_drafted.bit_length())]  # 0, 1, 3, ... below num_drafted
+        narrower = [] if cost is None else range(num_drafted) if steps == "eager" else powers
+        self.known = [*narrower, num_drafted]
 
-    def offered(self, confidence: Tensor | None, read: Reading | None, num_rows: int) -> list[int]:
-        """The number of drafts to verify per row: with a cost, those that pay, and 0 in rows that have ended.
+    def offered(self, confidence: Tensor | None, ended: Sequence[bool]) -> list[int]:
+        """The number of drafts to verify per row: with a cost those that pay, else all; 0 in rows that have ended.
 
-        Args: confidence: [B, K] of a Proposal. read: the Reading that the drafter committed before it.
+        Args: confidence: [B, K] of a Proposal.
         """
         if self.cost is None or confidence is None:
-            return [self.num_drafted] * num_rows
-        worth = worth_verifying(confidence, self.cost)
-        return (worth if read is None else worth * (read.num_valid > 0).to(worth.device)).tolist()
+            worth = [self.num_drafted] * len(ended)
+        else:
+            worth = worth_verifying(confidence, self.cost).tolist()
+        return [0 if over else num for num, over in zip(worth, ended, strict=True)]
 
     def of(self, num_offered: Sequence[int]) -> int:
         """The width of the forward, in drafts, for these numbers of drafts per row."""
         return next(width for width in self.known if width >= max(num_offered))
-
-    def accepted(self, rule: AcceptRule, drafted: Candidates) -> AcceptedPath:
-        """Apply a rule to the offered drafts; if all of these are accepted, the target's own choice is the bonus."""
-        offered, history = drafted.offered, drafted.history
-        if offered is None or (drafted.is_chain and drafted.draft_probs is None and rule.takes_offered):
-            return rule(drafted)
-        logits = drafted.logits  # computed once, for the rule and the bonus
-        accepted = rule(drafted._replace(read_logits=lambda: logits))
-        rows = torch.arange(len(offered), device=offered.device)
-        history = None if history is None else history[rows, offered][:, None]
-        own = choose_tokens(
-            logits[rows, offered][:, None], drafted.sampling, history=history, generator=drafted.generator
-        )
-        bonus = torch.where(accepted.num_accepted >= offered, own[:, 0], accepted.bonus)
-        return AcceptedPath(torch.minimum(accepted.num_accepted, offered), accepted.path, bonus)
 
     def filled(self, result: Tensor) -> Tensor:
         """[B, width + 1, ...] padded with zeros to the full width if steps are recorded."""

@@ -49,7 +49,7 @@ def decode_baseline(engine: Engine, prompts: list[list[int]], num_tokens: int) -
         state = DecodeState(None, last, start)
         engine.rehearse(state)
         read_again(engine.target, engine.cache, prompts, torch.cat(chosen, 1).tolist())
-        verified = engine.verify(state, Proposal(engine.no_tokens))
+        verified = engine.verify(state, Proposal(engine.no_tokens), ended=[False] * len(prompts))
         last, start = verified.committed.clone(), start + 1  # a recorded step writes the next ones over it
         chosen.append(last)
         states.append(verified.output.post_norm.clone())

@@ -79,17 +79,17 @@ def test_rejection_walks_by_depth_with_fewer_kernels():
     assert TREE.num_nodes == 31
     inputs = sampled_inputs(TREE, 2, 16)
     with Launches() as launched:
-        accept_sampled(*inputs, depth=TREE.depth, tries=TREE.most_children)
+        accept_sampled(*inputs, depth=TREE.depth, most_children=TREE.most_children)
     assert len(launched.names) < 0.6 * 1279
 
 
 @pytest.mark.parametrize("tree", [TREE, tree_of(1, 1, 1), tree_of(4), tree_of(2, 5, 1)])
-def test_walks_by_depth_and_by_node_accept_the_same_to_the_bit(tree):
+def test_what_is_accepted_is_the_same_to_the_bit_whether_the_shape_is_known_or_not(tree):
     inputs = sampled_inputs(tree, 500, 12)
     found = []
-    for tries in (None, tree.most_children):
+    for most_children in (None, tree.most_children):
         source = torch.Generator().manual_seed(3)
-        result = accept_sampled(*inputs, depth=tree.depth, tries=tries, generator=source)
+        result = accept_sampled(*inputs, depth=tree.depth, most_children=most_children, generator=source)
         inside = torch.arange(tree.depth) < result.num_accepted[:, None]
         found.append((result.num_accepted, result.path * inside, result.bonus))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -146,7 +146,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
         read = reading(engine.depth + 1, start=context, num_features=len(engine.layers)) if drafter else None
         for module in (attention, joined_decoder):
             monkeypatch.setattr(module, "masked_attention", watched, raising=False)
-        engine.verify(DecodeState(read, tokens, start), engine.draft(read))
+        engine.verify(DecodeState(read, tokens, start), engine.draft(read), [False])
     return seen
 
 
@@ -212,7 +212,7 @@ def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
         parents = torch.zeros(1, num, dtype=torch.long, device="meta") if tree else None
         proposal = Proposal(torch.zeros(1, num, dtype=torch.long, device="meta"), parents)
         engine.begin_round(9)
-        counts.append(len(launches(monkeypatch, engine.verify, DecodeState(None, last, start), proposal)))
+        counts.append(len(launches(monkeypatch, engine.verify, DecodeState(None, last, start), proposal, [False])))
     return (counts[1] - counts[0]) / 4
 
 
@@ -295,6 +295,6 @@ def test_layers_are_compiled_for_captured_rounds_and_not_for_lengths_that_come_o
         engine = Engine(skeleton, None, batch_size=1, max_length=200, steps=steps)
         monkeypatch.setattr(engine.replay, "_record", lambda step, arguments: step)
         engine.begin_round(9)
-        engine.verify(DecodeState(None, last, start), Proposal(last[:, :0]))
+        engine.verify(DecodeState(None, last, start), Proposal(last[:, :0]), [False])
     assert compiled == [False, True]
     assert planned == [False] * 4 + [True] * 4, "of 4 layers; cuDNN's attention is planned for each shape too"

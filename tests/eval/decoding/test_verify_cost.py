@@ -110,6 +110,17 @@ def test_what_a_row_verifies_is_its_own_affair(target, unsure):
     assert ended and all(one.num_offered[row] == 0 for one, row in ended)
 
 
+@pytest.mark.parametrize("cost", [None, COST])
+def test_rows_that_have_ended_verify_nothing(cost, target, unsure):
+    """One with its first token, which the prefill chose."""
+    first = generate(target, None, PROMPTS, max_new_tokens=1).token_ids[0]
+    found = generate(target, unsure(target), PROMPTS, max_new_tokens=30, eos_token_ids=first, verify_cost=cost)
+    assert found.token_ids[0] == first and len(found.rounds) > 2
+    for one in found.rounds[1:]:
+        assert all(offered == 0 for offered, num in zip(one.num_offered, one.num_committed, strict=True) if not num)
+    assert found.rounds[1].num_offered[0] == 0 and any(found.rounds[1].num_offered)
+
+
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 0}, {"sample_from_anchor": False}], ids=str)
 def test_a_confidence_head_stops_rows(options, target):
     found = generate(target, block(target, **options), PROMPTS, max_new_tokens=30, eos_token_ids=[], verify_cost=COST)
