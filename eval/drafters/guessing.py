@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...heads.base import DraftHead
-from ...heads.drafter import Reading
+from ...heads.drafter import Drafter, Reading
 from ...heads.nn.target_output import TargetOutput
 from ..decoding.replay import Replay
 from .unread import Unread
@@ -47,24 +47,37 @@ class Guessing:
     width: int = 0
 
     def read(self, *, is_asked: bool = False) -> None:
-        """Read what was committed since the head read last.
+        """Read what was committed since the head read last; behind prompts their last positions again, as
+        `Drafter.commit_prompts` asks for.
 
-        Args: is_asked: whether `chains` comes next; its recorded step then reads each row's last position again.
+        Args: is_asked: whether `chains` comes next: each row's last position is left for it.
         """
-        if (read := self.unread.take()) is not None:
+        from_start = self.unread.is_from_start
+        if (read := self.unread.take()) is None:
+            return
+        if from_start:
             self.head.commit_prompts(self.state, read, most=MOST_READ)
-            if is_asked and self.replay is not None:
-                num_valid = read.num_valid.clamp(max=1)
-                self.unread.add(replace(read.again(1), num_valid=num_valid, extent=read.extent))
+        else:  # a head's own way with prompts is for whole ones
+            Drafter.commit_prompts(self.head, self.state, read, most=MOST_READ)
+        last = replace(read.again(1), num_valid=read.num_valid.clamp(max=1), extent=read.extent)
+        if is_asked:
+            self.unread.add(last)
+        elif from_start:
+            self.head.commit(self.state, last)
 
     def chains(self, num_tokens: int, *, num_ranks: int) -> list[Chain]:
         """Each row's chain of num_tokens tokens, with the head's num_ranks best guesses of each."""
         self.num_tokens, self.num_ranks = num_tokens, num_ranks
+        most = MOST_READ if self.replay is None else self.width
+        if self.unread.is_from_start or max(self.unread.lengths) > most:
+            self.read(is_asked=True)
+        read = self.unread.take()
+        assert read is not None
         if self.replay is None:
-            self.read()
+            self.head.commit(self.state, read)
             guesses = self._drafted()
         else:
-            guesses = self._replayed(self.replay, self._in_shape())
+            guesses = self._replayed(self.replay, self._in_shape(read))
         rows = zip(*(one.tolist() for one in guesses), strict=True)
         return [
             [[Guess(*pair) for pair in zip(*depth, strict=True)] for depth in zip(*row, strict=True)] for row in rows
@@ -90,12 +103,8 @@ class Guessing:
     def _key(self) -> tuple[Any, ...]:
         return "guess", self.extent, self.width, self.num_tokens, self.num_ranks
 
-    def _in_shape(self) -> Reading:
-        """What is unread, as wide as the step; if that is more, the head reads it before."""
-        if max(self.unread.lengths) > self.width:
-            self.read(is_asked=True)
-        read = self.unread.take()
-        assert read is not None
+    def _in_shape(self, read: Reading) -> Reading:
+        """A Reading as wide as the step."""
         more, output = self.width - read.tokens.shape[1], read.output
         states = F.pad(output.features, (0, 0, 0, 0, 0, more)), F.pad(output.post_norm, (0, 0, 0, more))
         tokens, next_tokens = (F.pad(one, (0, more)) for one in (read.tokens, read.next_tokens))

@@ -42,6 +42,12 @@ class Unread:
     def of(cls, batch_size: int, *, max_length: int) -> "Unread":
         return cls([[] for _ in range(batch_size)], [0] * batch_size, [0] * batch_size, max_length)
 
+    @property
+    def is_from_start(self) -> bool:
+        """Whether all that is unread begins with its prompt."""
+        rows = zip(self.first, self.lengths, strict=True)
+        return all(first == 0 for first, length in rows if length)
+
     def follows(self, read: Reading) -> bool:
         """Whether a reading can be added: it continues every row, and all of them, padded to one width, fit the slots.
 
@@ -80,8 +86,9 @@ class Unread:
         tokens, next_tokens, features, post_norm = (
             joined_rows([[piece[field] for piece in row] for row in self.pieces]) for field in range(len(Piece._fields))
         )
-        # padding is written too: behind the unread positions, and in rows that have ended anywhere
-        start = torch.tensor([min(first, self.max_length - width) for first in self.first])
+        # padding is written too: behind the unread positions, and in rows that have ended from the start
+        rows = zip(self.first, lengths, strict=True)
+        start = torch.tensor([first if length and first + width <= self.max_length else 0 for first, length in rows])
         extent = min(max(self.extent, int(start.max()) + width), self.max_length) if self.extent else 0
         for row, length in enumerate(lengths):
             self.pieces[row], self.first[row] = [], self.first[row] + length

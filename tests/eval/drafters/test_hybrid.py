@@ -173,6 +173,21 @@ def test_a_round_of_rows_counts_those_that_grew():
 
 def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, head):
     """It is asked every third round in one run, and every round in the other."""
+    check_late_reading(target, head)
+
+
+def test_a_head_with_recurrent_layers_reads_late_too(tiny_target):
+    """Prompts are read row by row there, and but for the last tokens."""
+    target = tiny_target("qwen3_5")
+    head = build("draft_lm", target)
+    check_late_reading(target, head)
+    how = {"max_new_tokens": 14, "eos_token_ids": []}
+    for prompts in (PROMPTS, LONGER):
+        wanted = generate(target, None, prompts, **how)
+        assert generate(target, HybridDrafter(head), prompts, **how).token_ids == wanted.token_ids
+
+
+def check_late_reading(target, head):
     prompts, rounds = [[1, 5, 9, 7], [1, 7, 8, 3, 6, 4], [1, 2]], 12
     drafted: list[dict[int, list[list[int]]]] = []
     for every in (1, 3):
