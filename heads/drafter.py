@@ -88,7 +88,7 @@ class Drafter:
     on_host: bool = False  # whether it drafts on the CPU: its Readings are there, except `output`, and of any width
     feature_layers: tuple[int, ...] = ()  # target features that it reads, as `Target.forward` takes them
     max_draft_tokens: int | None = None  # the longest chain, and the deepest tree, that it can draft; None: any
-    default_draft_tokens: int = 5  # chain length if none is requested; max_draft_tokens limits it
+    default_draft_tokens: int = 5  # chain length if none is requested, of a drafter without max_draft_tokens
     drafts_trees: bool = False  # whether it can `propose_tree`
     estimates: bool = False  # whether its chains come with estimates of acceptance: `Proposal.estimates`
     adapts_target: bool = False  # whether it puts adapters on the target, which changes the model for all drafters
