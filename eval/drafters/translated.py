@@ -102,7 +102,7 @@ class TranslatedRow(RowText):
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary):
-        self.target, self.draft = target, draft
+        self.target_vocabulary, self.draft_vocabulary = target, draft
         self.to_draft, self.to_target = target.special_in(draft), draft.special_in(target)
         self.num_tokens = 0  # of the target
         self.before = draft.first()  # the draft model's tokens before the last run
@@ -111,8 +111,8 @@ class TranslatedRow(RowText):
 
     def _open(self) -> None:
         self.run: list[int] = []
-        self.text = Tail(self.target.decode, empty="", keep=KEEP_TOKENS)
-        self.words = Tail(self.draft.encode, empty=[], keep=KEEP_CHARACTERS)
+        self.text = Tail(self.target_vocabulary.decode, empty="", keep=KEEP_TOKENS)
+        self.words = Tail(self.draft_vocabulary.encode, empty=[], keep=KEEP_CHARACTERS)
         self.tokens = list(self.before)  # the whole text, in tokens of the draft model
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class TranslatedRow(RowText):
         end = next((i for i, token in enumerate(drafted) if token in self.to_target), len(drafted))
         special = self.to_target[drafted[end]] if end < len(drafted) else []
         context = self.words.image[-KEEP_TOKENS:]
-        old, new = settled(self.draft.decode(context)), self.draft.decode(context + drafted[:end])
+        old, new = settled(self.draft_vocabulary.decode(context)), self.draft_vocabulary.decode(context + drafted[:end])
         if not new.startswith(old):
             return []
         text = settled(new[len(old) :])
@@ -148,7 +148,7 @@ class TranslatedRow(RowText):
         return tokens + special if tokens or not text else []
 
     def _encode_behind(self, text: str) -> list[int]:
-        target, ids = self.target, self.run[self.text.cut :]
+        target, ids = self.target_vocabulary, self.run[self.text.cut :]
         committed = settled(target.decode(ids))
         new = target.encode(committed + text)
         if new[: len(ids)] == ids:
