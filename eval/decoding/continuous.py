@@ -122,7 +122,7 @@ class _Pass:
         engine, state = self.engine, self.state
         engine.begin_round(self.texts.num_committed + num_unread)
         engine.rehearse(state)
-        chosen = engine.verify(state, engine.draft(None)).committed.clone()  # [B, 1]
+        chosen = engine.verify(state, engine.draft(None), self.texts.ended).committed.clone()  # [B, 1]
         self.state = DecodeState(None, chosen, state.start + self.is_busy)
         tokens, copied = chosen.to("cpu", non_blocking=True), None
         if chosen.is_cuda:

@@ -179,7 +179,7 @@ def test_a_head_that_reads_late_drafts_what_one_does_that_reads_at_once(target, 
 def test_a_head_with_recurrent_layers_reads_late_too(tiny_target):
     """Prompts are read row by row there, and but for the last tokens."""
     target = tiny_target("qwen3_5")
-    head = build("draft_lm", target)
+    head = untrained("draft_lm", target)
     check_late_reading(target, head)
     how = {"max_new_tokens": 14, "eos_token_ids": []}
     for prompts in (PROMPTS, LONGER):

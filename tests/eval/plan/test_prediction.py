@@ -215,7 +215,7 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
 
 def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(target):
     """Its lower end, 1.6, is below the other's predicted 1.8; its speedup is not."""
-    eagle3 = build_head(HEADS["eagle3"].config_class(type="eagle3"), target)
+    eagle3 = untrained("eagle3", target)
     settings = [accepted(2, 2), accepted(3, 3)]
     less, more = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
     less = replace(less, predicted_speedup=1.8)

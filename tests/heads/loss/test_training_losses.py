@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_alignment_counts_the_chains_whose_tokens_were_guessed(top_k, cut, targe
 
 
 def test_of_a_selector_a_chain_stays_aligned_while_its_tokens_are_among_the_candidates(target, make_batch):
-    selector = {"num_depths": 3, "markov_rank": 0, "selector_rank": 4, "selector_top_k": 4}
+    selector: dict[str, Any] = {"num_depths": 3, "markov_rank": 0, "selector_rank": 4, "selector_top_k": 4}
     sums = []
     for top_k in (4, 6, None):
         head = trained_looking("block", target, align_top_k=top_k, **selector)

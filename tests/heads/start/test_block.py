@@ -10,8 +10,8 @@ from headstart.heads.registry import build_head
 from headstart.heads.start.block import fit_markov, look_at_context
 
 
-def head_of(target, **more) -> Any:
-    config = BlockConfig(feature_layers=[1, 2], num_layers=1, num_depths=3, start="random", **more)
+def head_of(target, start: Any = "random", **more) -> Any:
+    config = BlockConfig(feature_layers=[1, 2], num_layers=1, num_depths=3, start=start, **more)
     return build_head(config, target)
 
 

@@ -318,9 +318,9 @@ def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     chats.write_text("".join(json.dumps({"prompt": text, "response": "answer"}) + "\n" for text in texts))
     assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (5, 10, 30)
-    held_out = {row["messages"][0]["content"].split()[1] for row in rows_of(tmp_path / "data" / "held_out.jsonl")}
+    held_out = {row["messages"][0]["content"].split()[1] for row in read_jsonl(tmp_path / "data" / "held_out.jsonl")}
     for learnt, number in (("prompts.jsonl", 10), ("given.jsonl", 30)):
-        rows = rows_of(tmp_path / "data" / learnt)
+        rows = read_jsonl(tmp_path / "data" / learnt)
         assert len(rows) == number and not held_out & {row["prompt"].split()[1] for row in rows}
 
 
@@ -330,7 +330,7 @@ def test_chats_count_in_every_shape_of_an_answer_and_are_refused_where_none_has_
     rows = [{"prompt": "a", "completion": "b"}, {"question": "c", "answer": "d"}, {"instruction": "e", "output": "f"}]
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split_prompts(str(prompts), str(chats), tmp_path / "data", seed=0)
-    assert rows_of(tmp_path / "data" / "given.jsonl") == rows
+    assert read_jsonl(tmp_path / "data" / "given.jsonl") == rows
     with pytest.raises(BadInput, match=r"^--chats .*prompts.jsonl: none of its 12 rows ends with an answer$"):
         split_prompts(str(prompts), str(prompts), tmp_path / "other", seed=0)
 
