@@ -40,7 +40,7 @@ app = typer.Typer(
         "Train draft heads for speculative decoding on a frozen target, measure what they save, and export them.\n\n"
         "A first run, on a real model:  make quickstart\n\n"
         "All of it in one run, within a time:\n\n\b\n"
-        "  headstart auto --target MODEL --prompts PROMPTS.jsonl --budget 2h --output runs/auto\n\n"
+        "  headstart auto --target MODEL --prompts PROMPTS.jsonl --budget 30m --output runs/auto\n\n"
         "On your own target and data (headstart doctor checks the machine):\n\n\b\n"
         "  headstart train runs/eagle3.yaml target.path=MODEL data.train=CHATS.jsonl train.output_dir=runs/mine\n"
         "  headstart eval --target MODEL --head runs/mine/final --prompts PROMPTS.jsonl --output runs/mine/eval"

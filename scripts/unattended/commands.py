@@ -48,7 +48,7 @@ def auto(
 
     \b
     Example:
-      headstart auto --target MODEL --prompts prompts.jsonl --budget 2h --output runs/auto
+      headstart auto --target MODEL --prompts prompts.jsonl --budget 30m --output runs/auto
 
     The run measures which heads can pay on this machine and has the target answer the prompts. It trains the candidates
     by successive halving on predicted speedup, and the best one for the remaining time. It measures that head on
