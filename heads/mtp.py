@@ -13,7 +13,7 @@ new token advances all modules by one position, and module k (lane k) is k posit
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from ..configs.errors import BadInput
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .decoders.cache import SlotCache, in_steps, newest_slots, seen_by_children
 from .drafter import Reading
-from .export.mtp import MtpServing
+from .export.mtp import MtpServing, module_layout
 from .importing.mtp_checkpoint import LAYOUTS, Layout, check_modules, count_key, read_modules, serve_names
 from .loss.chains import chain_starts
 from .nn.decoder_layer import ChainKeys, LayerCache, LayerDriver
@@ -45,7 +45,8 @@ class MtpConfig(HeadConfig):
     depth_weights: str = "normalised"
     depth_decay: float = 0.6
     loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    layout: str = "deepseek_v3"  # whose conventions and tensor names, see `LAYOUTS`
+    # whose conventions and tensor names, see `LAYOUTS`; None: the ones with which engines load modules of this target
+    layout: str | None = None
     independent: bool = False  # one module per depth instead of one for all
     init: str = "last_layer"  # copy the target's; or `random`; or `checkpoint`: the MTP weights in the target's folder
     feedback: str = "post_norm"  # the next depth reads a module's output after its norm, as engines do; or `pre_norm`
@@ -53,16 +54,20 @@ class MtpConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, known in {"layout": LAYOUTS, "init": INITS, "feedback": ("post_norm", "pre_norm")}.items():
-            if getattr(self, key) not in known:
+            if getattr(self, key) not in known and (key, self.layout) != ("layout", None):
                 raise BadInput(f"{key} {getattr(self, key)!r}: expected one of {', '.join(known)}")
         if self.feature_layers:
             raise BadInput("feature_layers: mtp reads the state after the final norm only")
-        if self.independent and not LAYOUTS[self.layout].has_many:
+        if self.independent and self.layout is not None and not LAYOUTS[self.layout].has_many:
             raise BadInput(f"independent: the layout {self.layout} names one projection only; use another layout")
 
     @property
     def reads_layers(self) -> bool:
         return True  # to check that a layer can be driven alone
+
+    def resolved(self, target: Target) -> "MtpConfig":
+        served = self.layout or module_layout(target.name, target.config.model_type)
+        return replace(self, layout=served or "deepseek_v3")  # where engines load none, the one with most of them
 
 
 class MtpModule(nn.Module):
@@ -125,6 +130,8 @@ class MtpHead(DraftHead):
     default_draft_tokens = 3
 
     def __init__(self, config: MtpConfig, target: Target, draft_token_ids: Tensor | None = None):
+        config = config.resolved(target)
+        assert config.layout is not None
         super().__init__(config, target, draft_token_ids)
         self.config: MtpConfig = config
         self.max_draft_tokens = config.num_depths if config.independent else None

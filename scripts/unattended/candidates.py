@@ -50,11 +50,8 @@ class Candidate:
         return replace(self, head=replace(self.head, draft_vocab_size=size)) if self.cuts_vocabulary else self
 
 
-def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
-    """All candidates, in the order of the registry, as they are drafted with in an engine.
-
-    Args: target: a folder or hub id, for modules in the layout that engines load with it; without, in the usual one.
-    """
+def find_candidates(engine: str = OURS) -> list[Candidate]:
+    """All candidates, in the order of the registry, as they are drafted with in an engine."""
     paths = {path.stem: f"auto/{path.name}" for path in shipped("auto/*.yaml")}
     candidates = [read_candidate(name, path) for name, path in paths.items()]
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
@@ -62,9 +59,6 @@ def find_candidates(engine: str = OURS, target: str = "") -> list[Candidate]:
     if engine != OURS:
         keeping = {family for family, serving in served_families().items() if serving.keeps_vocabulary}
         candidates = [replace(c, cuts_vocabulary=c.cuts_vocabulary and c.head.type in keeping) for c in candidates]
-    layout = layout_of(target) if target else None
-    if layout is not None:
-        candidates = [replace(c, head=replace(c.head, layout=layout)) if is_module(c) else c for c in candidates]
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
 
@@ -88,13 +82,11 @@ def is_served(candidate: Candidate, engine: str, target: str) -> bool:
     """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
     if engine == OURS:
         return True
-    return engine in engines_of(candidate.head.type) and not (is_module(candidate) and layout_of(target) is None)
+    kind = read_model_config(TargetConfig(path=target)).get_text_config().model_type
+    is_loaded = not is_module(candidate) or module_layout(target, kind) is not None
+    return engine in engines_of(candidate.head.type) and is_loaded
 
 
 def is_module(candidate: Candidate) -> bool:
     """Whether its heads are modules of the target's checkpoint, which have the layout of its kind."""
     return hasattr(candidate.head, "layout")
-
-
-def layout_of(target: str) -> str | None:
-    return module_layout(target, read_model_config(TargetConfig(path=target)).get_text_config().model_type)

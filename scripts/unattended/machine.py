@@ -121,7 +121,7 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machin
     except NoSkeleton:
         skeleton = None
     measured: list[Measured] = []
-    for candidate in find_candidates(run.settings.engine, run.settings.target):
+    for candidate in find_candidates(run.settings.engine):
         run.check_stop()
         is_late = run.clock.used > MACHINE * run.settings.budget
         if is_late and any(not earlier.out for earlier in measured):

@@ -222,7 +222,7 @@ class Learner:
 
 def learners_of(run: AutoRun) -> dict[str, Learner]:
     """The candidates by name."""
-    found = find_candidates(run.settings.engine, run.settings.target)
+    found = find_candidates(run.settings.engine)
     return {candidate.name: Learner(run, candidate) for candidate in found}
 
 

@@ -181,7 +181,8 @@ def test_modules_are_read_trained_and_put_back(checkpoint, make_batch, tmp_path,
     folder, module = checkpoint(kind, **stored)
     assert check_folder(folder).problems == []
     target, layout = Target.load(folder), KINDS[kind][1]
-    head: Any = build_head(MtpConfig(layout=layout, init="checkpoint", num_depths=2), target)
+    head: Any = build_head(MtpConfig(init="checkpoint", num_depths=2), target)
+    assert head.config.layout == layout, "that of the target's own modules"
     before = tensors_of(folder)
     for untrained in (True, False):
         if not untrained:
@@ -241,10 +242,10 @@ def test_the_first_draft_is_the_formula(checkpoint, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_without_modules_gets_them_as_published(kind, tmp_path):
-    config, layout, count = KINDS[kind]
+    config, _, count = KINDS[kind]
     save_model(config(), tmp_path / "target")
     before = tensors_of(tmp_path / "target")
-    save_head(build_head(MtpConfig(layout=layout), Target.load(tmp_path / "target")), tmp_path / "head")
+    save_head(build_head(MtpConfig(), Target.load(tmp_path / "target")), tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")
     after = tensors_of(tmp_path / "out")
     added = {name: tuple(value.shape) for name, value in after.items() if name not in before}
@@ -313,7 +314,7 @@ def test_what_is_no_module_of_ours_is_refused_by_name(tiny_model, tmp_path):
 def test_another_layout_than_the_checkpoints_is_named(checkpoint, tmp_path):
     folder, _ = checkpoint("dense")
     with pytest.raises(BadInput, match="head.layout deepseek_v3: .* its MTP modules are of layout qwen3_next"):
-        build_head(MtpConfig(init="checkpoint"), Target.load(folder))
-    save_head(build_head(MtpConfig(), Target.load(folder)), tmp_path / "head")
+        build_head(MtpConfig(layout="deepseek_v3", init="checkpoint"), Target.load(folder))
+    save_head(build_head(MtpConfig(layout="deepseek_v3"), Target.load(folder)), tmp_path / "head")
     with pytest.raises(BadInput, match=r"with a qwen3_5_text target, .*train with head.layout=qwen3"):
         export_head(tmp_path / "head", tmp_path / "out", to="vllm")

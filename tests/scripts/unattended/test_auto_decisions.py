@@ -3,13 +3,12 @@
 import json
 from dataclasses import astuple, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from headstart.configs.errors import BadInput
 from headstart.configs.jsonl import read_jsonl
-from headstart.heads.mtp import MtpConfig
 from headstart.heads.registry import HEADS
 from headstart.scripts.unattended import candidates
 from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
@@ -263,27 +262,19 @@ def test_engines_load_some_families(saved_target):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("qwen3_5", "qwen3_next"), ("qwen3_5_text", "qwen3_next"), ("qwen2", "mimo"), ("glm4_moe", "deepseek_v3")],
+    ("kind", "tensor", "is_loaded"),
+    [
+        ("qwen3_5", "lm_head", True),
+        ("qwen2", "lm_head", True),
+        ("llama", "lm_head", False),
+        ("llama", "model.layers.9.eh_proj", True),  # it has modules of its own
+    ],
 )
-def test_modules_have_the_layout_that_engines_load_with_the_target(kind, layout, tmp_path):
+def test_modules_are_a_candidate_where_engines_load_them_with_the_target(kind, tensor, is_loaded, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    [module] = [candidate for candidate in find_candidates("vllm", str(tmp_path)) if is_module(candidate)]
-    assert cast(MtpConfig, module.head).layout == layout and is_served(module, "vllm", str(tmp_path))
-
-
-def test_modules_are_no_candidate_where_engines_load_none(saved_target):
-    for candidate in find_candidates("vllm", saved_target):
-        assert is_served(candidate, "headstart", saved_target)
-        assert not (is_module(candidate) and is_served(candidate, "vllm", saved_target))
-
-
-def test_the_layout_of_a_target_s_own_modules_comes_first(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    save_file({"model.layers.9.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    [module] = [candidate for candidate in find_candidates("vllm", str(tmp_path)) if is_module(candidate)]
-    assert cast(MtpConfig, module.head).layout == "deepseek_v3" and is_served(module, "vllm", str(tmp_path))
+    save_file({f"{tensor}.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    [module] = [candidate for candidate in find_candidates("vllm") if is_module(candidate)]
+    assert is_served(module, "vllm", str(tmp_path)) == is_loaded and is_served(module, "headstart", str(tmp_path))
 
 
 def test_loops_and_cut_answers_are_told():
