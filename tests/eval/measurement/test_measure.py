@@ -23,6 +23,7 @@ from headstart.eval.report.console import show
 from headstart.eval.report.document import build_report, write_report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.registry import HEADS, build_head
 from rich.console import Console
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1, 30, 31, 32, 33, 34]]
@@ -122,7 +123,7 @@ def test_training_and_decoding_agree_exactly_on_texts_that_end(head_type, tiny_t
 def test_they_agree_where_a_head_drafts_deeper_than_it_was_trained(head_type, num_depths, tiny_target):
     """Of nine tokens an untrained head guesses many."""
     target = tiny_target("llama", vocab_size=9)
-    head = untrained(head_type, target, num_depths=num_depths)
+    head = build_head(HEADS[head_type].config_class(type=head_type, num_depths=num_depths), target).eval()
     lengths = []
     for prompt in ([1, 5, 3], [1, 8, 7]):
         for token in sorted(set(text(target, prompt, 60)[8:])):
