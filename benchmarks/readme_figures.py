@@ -1,4 +1,4 @@
-"""The table and the chart of the README, from docs/results/smollm2.json.
+"""The table and the chart of the README, from docs/results/smollm2.json, and of a GPU from gpu/report.json beside it.
 
     python -m headstart.benchmarks.readme_figures
 
@@ -14,13 +14,18 @@ from ..eval.report.charts import WIDTH, Bar, bar_chart
 from ..eval.report.page import page_template
 
 RESULTS, README, CHART = Path("docs/results/smollm2.json"), Path("README.md"), Path("docs/results/speedups.svg")
-FUNCTIONS, QUESTIONS = "Python functions", "GSM8K questions"
+FUNCTIONS, QUESTIONS, ON_GPU = "Python functions", "GSM8K questions", "orders, on an H200 GPU"
 WORK = {  # the measurements of each domain, by how their `work` begins
     FUNCTIONS: "SmolLM2-135M-Instruct, bf16, Python functions (MBPP): families beside each other",
     QUESTIONS: "headstart auto, 20 minutes, 1,500 GSM8K questions, 2026-11-26",
 }
-IN_TABLE = {"hybrid": "both together", "suffix": "look-ups in the model's answers", "eagle3": "EAGLE-3"}
-IN_CHART = {**IN_TABLE, "DSpark": "DSpark", "eagle": "EAGLE-1", "medusa": "Medusa", "hydra": "Hydra"}
+IN_TABLE = {
+    "hybrid": "look-ups and EAGLE-3",
+    "suffix": "look-ups in the model's answers",
+    "eagle3": "EAGLE-3",
+    "DSpark": "DSpark",
+}
+IN_CHART = {**IN_TABLE, "eagle": "EAGLE-1", "medusa": "Medusa", "hydra": "Hydra"}
 
 
 def main() -> None:
@@ -37,13 +42,23 @@ def measured(results: Path, domain: str) -> dict[str, Any]:
     return found
 
 
+def measured_on_gpu(results: Path) -> dict[str, Any]:
+    """As `measured`, of the report of a whole product's run on a GPU."""
+    report = json.loads((results.parent / "gpu" / "report.json").read_text())
+    by_word = {one["drafter"].split("+")[0]: one for one in report["results"]}
+    return {**by_word, "DSpark": by_word["block"]}  # the recipe of runs/block.yaml
+
+
 def table(results: Path) -> str:
-    """Markdown."""
-    domains = {domain: measured(results, domain) for domain in WORK}
+    """Markdown; a cell is empty where a drafter was not measured."""
+    domains = {domain: measured(results, domain) for domain in WORK} | {ON_GPU: measured_on_gpu(results)}
     lines = [f"| drafter | {' | '.join(f'{domain}: acceptance length | speedup' for domain in domains)} |"]
     lines += ["|---" * (1 + 2 * len(domains)) + "|"]
     for key, name in IN_TABLE.items():
-        cells = [f"{entry['acceptance_length']:.2f} | {speedup(entry)}" for entry in (d[key] for d in domains.values())]
+        entries = [measured.get(key) for measured in domains.values()]
+        cells = [
+            " | " if entry is None else f"{entry['acceptance_length']:.2f} | {speedup(entry)}" for entry in entries
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"![Speedup by drafter, {FUNCTIONS}]({CHART})", ""])
 
