@@ -61,14 +61,17 @@ def export(
     head = export_head(source, output, to=to, target=target or None, dtype=dtype or None, conversion=conversion)
     for line in notes(head):
         print(f"headstart: {line}", file=sys.stderr)
-    contract = check_export(output, to=to)
-    for problem in contract.problems:
+    checked = check_export(output, to=to)
+    for problem in checked.problems:
         print(f"headstart: {output}: {problem}", file=sys.stderr)
-    print(f"written to {output}: {head.family} for {to} ({contract.layout})")
-    commands = serve_commands(head, str(output), to=to).values()
-    for command in serve_lines(head, str(output), conversion) if is_llamacpp else commands:
+    print(f"written to {output}: {head.family} for {to} ({checked.layout})")
+    if is_llamacpp:
+        commands = serve_lines(head, str(output), conversion)
+    else:
+        commands = serve_commands(head, str(output), to=to).values()
+    for command in commands:
         print(command)
-    if contract.problems:
+    if checked.problems:
         raise typer.Exit(1)
 
 

@@ -31,6 +31,7 @@ TYPES: dict[str, Any] = {
     "feature_layers": list[int],
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), float),
 }
+# torch's names of the dtypes that weights may have, by those of safetensors
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
@@ -52,16 +53,17 @@ def check_export(path: str | Path, *, to: str = "") -> Checked:
     if path.suffix == ".gguf":
         return Checked(*check_file(path))
     files = sorted(path.glob("*.gguf"))
-    contract = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
+    checked = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
     for file in files:
-        config = loads((path / "config.json").read_text()) if contract.layout else None
-        contract.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
-    return contract
+        config = loads((path / "config.json").read_text()) if checked.layout else None
+        checked.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
+    return checked
 
 
 def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = "") -> Checked:
     """Compare a folder with what vLLM and SGLang, or llama.cpp's converter, need of its layout.
 
+    Args: for_llamacpp: whether it is llama.cpp's converter that reads it. to: the engine, see `check_export`.
     Raises: BadInput if it is not a head's folder.
     """
     folder = Path(folder)
@@ -116,8 +118,8 @@ def wrong_types(config: Mapping[str, Any], types: Mapping[str, Any], prefix: str
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
     """The family, recognised by config keys and tensor names even if others are wrong; None: unknown."""
     served = served_families()
-    if any(config.get("model_type") == family for family in HEADS if family not in served):
-        return None
+    if config.get("model_type") in [family for family in HEADS if family not in served]:
+        return None  # a head of ours that no engine loads
     in_order = sorted(served, key=lambda family: served[family].order)
     return next((family for family in in_order if served[family].recognises(config, stored)), None)
 
@@ -170,20 +172,24 @@ def value_problems(contract: Contract, stored: TensorFiles, config: dict[str, An
         if one in stored.files and other in stored.files and not torch.equal(stored.read(one), stored.read(other)):
             problems.append(f"tensor {other}: differs from {one}: SGLang reads the first, vLLM the second")
     has_map = "d2t" in contract.shapes and stored.shapes.get("d2t") == contract.shapes["d2t"]
-    return problems + map_problems(stored, config) if has_map and stored.dtypes["d2t"] in INTEGERS else problems
+    if has_map and stored.dtypes["d2t"] in INTEGERS:
+        problems += map_problems(stored, config)
+    return problems
 
 
 def map_problems(stored: TensorFiles, config: dict[str, Any]) -> list[str]:
-    """d2t holds offsets: draft token i is target token i + d2t[i]; t2d marks those targets."""
+    """The first problem of the maps, if any: d2t holds offsets, so that draft token i is target token i + d2t[i], and
+    these ascend; t2d marks them."""
     offsets = stored.read("d2t").long()
     ids = offsets + torch.arange(len(offsets))  # [Vd]
     size = (config.get("transformer_layer_config") or config)["vocab_size"]
-    outside = (ids < 0) | (ids >= size)
-    if outside.any():
-        i = int(outside.nonzero()[0])
+    outside = ((ids < 0) | (ids >= size)).nonzero()
+    if len(outside):
+        i = int(outside[0])
         return [f"tensor d2t: draft token {i} is target token {int(ids[i])}, outside 0..{size - 1}; it holds offsets"]
-    if (ids.diff() <= 0).any():
-        i = int((ids.diff() <= 0).nonzero()[0]) + 1
+    descents = (ids.diff() <= 0).nonzero()
+    if len(descents):
+        i = int(descents[0]) + 1
         return [f"tensor d2t: target tokens do not ascend: draft token {i} is {int(ids[i])} after {int(ids[i - 1])}"]
     if stored.dtypes.get("t2d") == "BOOL" and stored.shapes["t2d"] == (size,):
         marked = stored.read("t2d").nonzero().flatten()
