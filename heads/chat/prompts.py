@@ -79,7 +79,7 @@ class ChatTemplate:
         return self.ids(self.render_text(messages, generation_prompt=generation_prompt))
 
     def placed(self, messages: list[Message], origin: str) -> list[Message]:
-        """The messages with reasoning traces where the template reads them. Raises UnusableRow if it has no place."""
+        """The messages with traces where the template reads them. Raises UnusableRow if it has no place for them."""
         if not any("reasoning_content" in message for message in messages):
             return messages
         if self.reasoning_key is None and self.markers is None:
@@ -112,14 +112,14 @@ def _traits(tokenizer: Any, template: str) -> tuple[tuple[str, str] | None, str 
     question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
 
     def reads(key: str) -> bool:
-        plain = [question, answer], [question, {**answer, key: "Z"}]
+        both = [question, answer], [question, {**answer, key: "Z"}]
         try:
-            first, second = (
-                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in plain
+            without, with_trace = (
+                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in both
             )
         except RENDER_ERRORS:
             return False
-        return first != second
+        return without != with_trace
 
     return think_markers(tokenizer), next(filter(reads, REASONING_KEYS), None)
 
