@@ -36,14 +36,14 @@ def write_page(
         report: link to the report of an evaluation, relative to the page; empty: none.
         parts: sections; None is left out.
     """
-    times = f"{clock_text(run.journal.seconds)} of {clock_text(run.settings.budget)}"
+    time_used = f"{clock_text(run.journal.seconds)} of {clock_text(run.settings.budget)}"
     rows = [[step.command, clock_text(step.seconds), cell(step.exit_code)] for step in run.journal.steps]
     commands = Table("Commands", ["command", "time", "exit"], rows)
     steps = ("How to repeat it", "Each step is an ordinary command; its output is in logs/.", commands)
     name = run.command.removeprefix("headstart ")
     page = page_template("decision.html.j2", Path(__file__).parent).render(
         decision=decision,
-        heading=f"{run.command}: {heading}, {times}",
+        heading=f"{run.command}: {heading}, {time_used}",
         figure=figure,
         report=report,
         parts=[part for part in [*parts, steps] if part],
@@ -53,7 +53,7 @@ def write_page(
     return write_text(run.folder / f"{name}.html", page)
 
 
-def interval_text(ratio: float | None, interval: Sequence[float | None]) -> str:
+def ratio_text(ratio: float | None, interval: Sequence[float | None]) -> str:
     """`1.92 [1.81, 2.03]`; empty if the ratio is None."""
     return "" if ratio is None else ratio_words(ratio, interval)
 
@@ -64,7 +64,7 @@ def interval_text(ratio: float | None, interval: Sequence[float | None]) -> str:
 def write_auto_page(run: AutoRun) -> list[str]:
     """Writes auto.html of a run that has a decision; returns the lines for the terminal."""
     journal, machine, decision = run.journal, run.machine, known(run.journal.decision)
-    speedup = interval_text(decision.speedup, decision.speedup_ci95)
+    speedup = ratio_text(decision.speedup, decision.speedup_ci95)
     warnings = journal.answers.warnings if journal.answers else []
     target, device = short_name(run.settings.target), f"{machine.device}, {machine.dtype}"
     path = write_page(
@@ -108,20 +108,20 @@ def candidates_part(run: AutoRun) -> Part:
 
 
 def learning_part(journal: AutoJournal) -> Part | None:
-    """The training data, and the scores of the candidates in each rung; None if nothing was trained."""
+    """The training data, and the scores of the candidates in each rung; None if no answers were made."""
     answers, trained = journal.answers, journal.trained
     if answers is None:
         return None
     rows = []
-    for number_of_rung, rung in enumerate(journal.rungs, start=1):
+    for rung_number, rung in enumerate(journal.rungs, start=1):
         for score in rung.scores:
             outcome = score.problem or ("kept" if score.name in rung.kept else "dropped")
-            rows.append([f"{number_of_rung}", score.name, outcome, *figures(score)])
+            rows.append([f"{rung_number}", score.name, outcome, *figures(score)])
     if trained and trained.score:
         rows.append(["last", trained.score.name, "chosen", *figures(trained.score)])
     end = "." if answers.complete else ": as many as fit into the time for answers."
-    more = f" and {answers.sampled:,} more, sampled" if answers.sampled else ""
-    text = f"{answers.written:,} answers of the target{more}, {answers.tokens:,} tokens{end}"
+    sampled = f" and {answers.sampled:,} more, sampled" if answers.sampled else ""
+    text = f"{answers.written:,} answers of the target{sampled}, {answers.tokens:,} tokens{end}"
     if answers.given:
         text += f" {answers.given} chats were given with answers."
     if answers.draft_vocab_size:
@@ -150,6 +150,7 @@ def more_text(journal: AutoJournal) -> str:
 
 
 def figures(score: Score) -> list[str]:
+    """Cells: the steps, the tokens per round and the predicted speedup."""
     return [cell(score.steps), f"{score.acceptance_length:.2f}", f"{score.predicted_speedup:.2f}"]
 
 
@@ -181,7 +182,7 @@ def write_refit_page(run: RefitRun) -> list[str]:
     """Writes refit.html of a run that has a decision; returns the lines for the terminal."""
     journal, decision = run.journal, known(run.journal.decision)
     whole = [part for part in journal.compared if (part.traffic, part.domain) == ("new", ALL)]
-    figure = interval_text(whole[0].ratio, whole[0].interval) if whole else ""
+    figure = ratio_text(whole[0].ratio, whole[0].interval) if whole else ""
     path = write_page(
         run,
         decision,
@@ -194,14 +195,16 @@ def write_refit_page(run: RefitRun) -> list[str]:
 
 def comparison_part(journal: RefitJournal) -> Part | None:
     """Both heads on held-out answers; None if nothing was compared."""
-    table = [
+    if not journal.compared:
+        return None
+    rows = [
         [
             part.traffic,
             part.domain,
             cell(part.conversations),
             number(part.before),
             number(part.after),
-            interval_text(part.ratio, part.interval) or "-",
+            ratio_text(part.ratio, part.interval) or "-",
         ]
         for part in journal.compared
     ]
@@ -210,19 +213,21 @@ def comparison_part(journal: RefitJournal) -> Part | None:
         "Tokens per forward of the target on the answers that were served, drafted greedily. Neither these "
         "conversations nor others with the same first question were trained on."
     )
-    return ("The new head and the old one", text, Table("Held out", columns, table, num_labels=2)) if table else None
+    return "The new head and the old one", text, Table("Held out", columns, rows, num_labels=2)
 
 
 def shares_part(journal: RefitJournal) -> Part | None:
     """The heads between the old one and the trained one; None if there was no choice."""
+    if not journal.shares:
+        return None
     ascending = sorted(journal.shares, key=lambda head: head.share)
-    table = [[f"{head.share:.0%}", number(head.new), number(head.old)] for head in ascending]
+    rows = [[f"{head.share:.0%}", number(head.new), number(head.old)] for head in ascending]
     text = (
         "Tokens per forward of heads whose weights are this share of the way from the old head's to the trained one's, "
         "on validation rows. The new head is the best on new rows of those that keep at least 99.5 % of the old head's "
         "on old rows, if any does."
     )
-    return ("How far from the old head", text, Table("Validation", ["share", "new", "old"], table)) if table else None
+    return "How far from the old head", text, Table("Validation", ["share", "new", "old"], rows)
 
 
 def drift_part(journal: RefitJournal) -> Part:
