@@ -28,6 +28,7 @@ SETS = {  # by the names that HEADSTART_CPU knows, the fastest first
     "neonbf16": ["-march=armv8.2-a+bf16"],
     "neon": [],
 }
+BF16_SETS = ("avx512bf16", "neonbf16")  # those with instructions that multiply bf16
 VARIABLE = "HEADSTART_CPU"
 # one whose OpenMP is torch's own: the threads of two libraries would block each other
 COMPILERS = {"Linux": "g++", "Darwin": "clang++"}
@@ -73,12 +74,10 @@ def multiplies_bf16() -> bool:
     HEADSTART_CPU names would have it."""
     wanted = os.environ.get(VARIABLE)
     if wanted and wanted != "none":
-        has_instructions = instruction_set() in ("avx512bf16", "neonbf16")
+        has_instructions = instruction_set() in BF16_SETS
     else:
-        has_instructions = torch.cpu._is_amx_tile_supported() or supported_sets()[:1] in (
-            ("avx512bf16",),
-            ("neonbf16",),
-        )
+        fastest = next(iter(supported_sets()), None)
+        has_instructions = torch.cpu._is_amx_tile_supported() or fastest in BF16_SETS
     return has_instructions and torch.backends.mkldnn.is_available()
 
 
@@ -105,7 +104,8 @@ def built(name: str) -> Path:
 
     Raises: OSError, CalledProcessError.
     """
-    system, flags = platform.system(), [*FLAGS, *SETS[name], *OPENMP.get(platform.system(), [])]
+    system = platform.system()
+    flags = [*FLAGS, *SETS[name], *OPENMP.get(system, [])]
     digest = hashlib.sha256(" ".join(flags).encode())
     for source in SOURCES:
         digest.update(source.read_bytes())
@@ -119,11 +119,12 @@ def built(name: str) -> Path:
         raise OSError(f"{COMPILERS[system]} is not on PATH ({package} has it)")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, replacing(path) as library:
-        objects, source = str(Path(folder) / "kernels.o"), next(path for path in SOURCES if path.suffix == ".cpp")
+        source = next(path for path in SOURCES if path.suffix == ".cpp")
+        objects = str(Path(folder) / "kernels.o")
         # not linked with an OpenMP library: torch has loaded its own
         linking = ["-shared"] if system == "Linux" else ["-shared", "-undefined", "dynamic_lookup"]
-        for line in ([*flags, "-c", str(source), "-o", objects], [*linking, objects, "-o", str(library)]):
-            subprocess.run([COMPILERS[system], *line], check=True, capture_output=True, text=True)
+        for arguments in ([*flags, "-c", str(source), "-o", objects], [*linking, objects, "-o", str(library)]):
+            subprocess.run([COMPILERS[system], *arguments], check=True, capture_output=True, text=True)
     return path
 
 
@@ -131,7 +132,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the argument types of its functions declared, and the sizes of its structs checked."""
     address, number = ctypes.c_void_p, ctypes.c_int64
     product = [address, number, number, address, number, address, number]
-    arguments = {
+    arguments = {  # as kernels.cpp declares them
         "decode": [address, number, address, address],
         "write": [address, number, address, address],
         "draft": [address] * 7,
