@@ -53,36 +53,40 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
         raise BadInput(f"head {folder}: is of type {given.type}, not {config.type}")
     theirs, ours = given.as_dict(), config.resolved(target).as_dict()
     computes = ("feature_layers", "draft_vocab_size", *served_families()[config.type].computes)
-    other = {key: theirs[key] for key in computes if theirs[key] != ours[key]}
-    drafted, wanted = other.get("draft_vocab_size"), ours.get("draft_vocab_size")
-    if drafted is not None and wanted is not None and wanted > drafted:  # it learns to draft more
-        del other["draft_vocab_size"]
-    if other:
-        keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in other.items())
+    differing = {key: theirs[key] for key in computes if theirs[key] != ours[key]}
+    their_size, our_size = differing.get("draft_vocab_size"), ours.get("draft_vocab_size")
+    if their_size is not None and our_size is not None and our_size > their_size:  # it learns to draft more
+        del differing["draft_vocab_size"]
+    if differing:
+        keys = " ".join(shlex.quote(f"head.{key}={json.dumps(value)}") for key, value in differing.items())
         raise BadInput(f"head {folder}: computes otherwise than this config: set {keys}")
     return imported
 
 
 def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -> tuple[HeadConfig, Imported]:
-    """Import the head in a folder; with is_its_target, check that it belongs to this target. Raises BadInput."""
+    """The config of the head in a folder, the one that our export recorded or else one made of the folder's own, and
+    its tensors by our names.
+
+    Args: is_its_target: check that the head belongs to this target. Raises: BadInput.
+    """
     config, stored = read_all(folder)
-    name = family_of(folder, config, stored)
-    config_class, serving = head_class(name).config_class, served_families()[name]
+    family = family_of(folder, config, stored)
+    config_class, serving = head_class(family).config_class, served_families()[family]
     record = provenance(config)
     if is_its_target and record is not None:
         record.check_target(folder, target)
-    own = None if record is None else config_of(record, config_class, key=PROVENANCE)
+    recorded = None if record is None else config_of(record, config_class, key=PROVENANCE)
 
     def fresh(keys: Mapping[str, Any]) -> Tensors:
         return build_head(config_class(**keys), target).state_dict()
 
-    whose = None if own is None else own.as_dict()
-    imported = serving.read(ForeignFolder(folder, TypedKeys(config, "config.json: "), stored, target, whose, fresh))
+    own = None if recorded is None else recorded.as_dict()
+    imported = serving.read(ForeignFolder(folder, TypedKeys(config, "config.json: "), stored, target, own, fresh))
     if is_its_target and not serving.is_whole_model:
         check_tables(imported.tensors, stored, target)
     ids = imported.draft_token_ids
-    made = own or config_class(**imported.keys)
-    return replace(made, draft_vocab_size=None if ids is None else len(ids)), imported
+    head_config = recorded or config_class(**imported.keys)
+    return replace(head_config, draft_vocab_size=None if ids is None else len(ids)), imported
 
 
 @contextmanager
@@ -108,6 +112,7 @@ def provenance(config: Mapping[str, Any]) -> HeadRecord | None:
 
 
 def family_of(folder: Path, config: dict[str, Any], stored: TensorFiles) -> str:
+    """The family of the head in a folder. Raises BadInput if it is not recognised."""
     family = recognised(config, stored)
     if family is None:
         raise BadInput(f"head {folder}: neither its config nor its tensors are those of a head known here")
