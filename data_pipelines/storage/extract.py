@@ -64,8 +64,8 @@ def start_copy(
 
     Returns: a function that waits for the copy and returns the states [n, ..., D] of each row.
     """
-    width = states.shape[1]
-    index = np.concatenate([row * width + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
+    row_length = states.shape[1]
+    index = np.concatenate([row * row_length + np.flatnonzero(row_at) for row, row_at in enumerate(at)])
     chosen = states.flatten(0, 1).index_select(0, torch.from_numpy(index).to(states.device))  # [n, ..., D]
     sizes = [int(row_at.sum()) for row_at in at]
     if not states.is_cuda:
@@ -87,6 +87,7 @@ def start_copy(
 def checked(packed: Packed, target: Target) -> Packed:
     """The same states. Raises BadInput if one of them is NaN or infinite."""
     values = packed.values if packed.scales is None else packed.scales
+    # one NaN or infinite value makes the sum so
     if not values.sum(dtype=torch.float32).isfinite():
         raise BadInput(f"target {target.name}: its states are not finite numbers in {target.dtype}")
     return packed
@@ -110,12 +111,12 @@ def batches(lengths: np.ndarray, *, batch_tokens: int) -> list[np.ndarray]:
 
     A longer row gets its own batch. Args: lengths: [num_rows] tokens of each row. Returns: row indices of each batch.
     """
-    order = np.argsort(-lengths, kind="stable")
+    order = np.argsort(-lengths, kind="stable")  # the longest first: it sets the padded length of its batch
     groups, first = [], 0
     while first < len(order):
-        last = first + max(1, batch_tokens // int(lengths[order[first]]))
-        groups.append(order[first:last])
-        first = last
+        end = first + max(1, batch_tokens // int(lengths[order[first]]))
+        groups.append(order[first:end])
+        first = end
     return groups
 
 
@@ -177,8 +178,9 @@ class Extraction:
             start: gives the states of a batch; None: the target in this process does, see `start_target`.
         """
         writer = ShardWriter(output, fields=self.fields)
-        how: dict[str, Any] = {"target": self.target, "reads": self.reads, "storage_dtype": self.config.storage_dtype}
-        start = start or partial(start_target, **how)
+        if start is None:
+            storage_dtype = self.config.storage_dtype
+            start = partial(start_target, target=self.target, reads=self.reads, storage_dtype=storage_dtype)
 
         def jobs() -> Iterator[Callable[[], None]]:
             for number, rows in list(enumerate(self.shards))[rank::num_ranks]:
