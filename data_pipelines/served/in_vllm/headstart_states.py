@@ -67,8 +67,7 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.outbox: Outbox | None = None  # of the worker that has the cache, where states are fetched
         self.group = group_of_states(kv_cache_config)
-        self.ready: dict[str, Ready] = {}  # the scheduler's
-        self.sent: set[str] = set()  # a worker's: requests whose states were taken from the cache
+        self.ready: dict[str, Ready] = {}  # the scheduler's, by id of the request: since it last told the workers
         self.cache: Tensor | None = None  # [blocks, L, block size, D]; None: another worker has it
         self.stream: Any = None  # of the copies to the host, on a GPU
         self.writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="headstart-states")
@@ -91,10 +90,10 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
 
         A request that did not end by itself, such as one whose client is gone, is not written.
         """
-        asked = (request.kv_transfer_params or {}).get("headstart")
-        if request.status.name not in DONE or not LABEL.fullmatch(asked or ""):
+        label = (request.kv_transfer_params or {}).get("headstart")
+        if request.status.name not in DONE or not LABEL.fullmatch(label or ""):
             return False, None
-        name = f"{asked}-{uuid4().hex}{SUFFIX}"
+        name = f"{label}-{uuid4().hex}{SUFFIX}"
         self.ready[request.request_id] = Ready(name, list(request.prompt_token_ids), list(block_ids))
         assert self._served is not None
         where = {"file": str(self.folder / name)} if self.tcp is None else {"tcp": f"{self.tcp}/{name}"}
@@ -110,7 +109,7 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
     # -- the workers' -------------------------------------------------------------------------------------------------
 
     def get_finished_count(self) -> int:
-        return 1  # worker says when the states of a request are taken
+        return 1  # one worker, that with the cache, says when the states of a request are taken
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
@@ -120,25 +119,27 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
             self.outbox = None if self.tcp is None else Outbox(self.tcp)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Hands the states of the ready requests to the writers; returns the ids of these requests, whose blocks are no
+        longer needed, and None, as nothing is read."""
+        taken = set[str]()
         if self.cache is not None and self.has_connector_metadata():
-            for request, ready in self._get_connector_metadata().requests.items():
-                what = ready.token_ids, self.taken(self.cache, ready)
+            for request_id, ready in self._get_connector_metadata().requests.items():
+                states = self.start_taking(self.cache, ready)
                 if self.outbox is None:
-                    self.writers.submit(write, self.folder / ready.name, *what)
+                    self.writers.submit(write, self.folder / ready.name, ready.token_ids, states)
                 else:
-                    self.writers.submit(keep, self.outbox, ready.name, *what)
-                self.sent.add(request)
-        sent, self.sent = self.sent, set()
-        return sent or None, None
+                    self.writers.submit(keep, self.outbox, ready.name, ready.token_ids, states)
+                taken.add(request_id)
+        return taken or None, None
 
-    def taken(self, cache: Tensor, ready: Ready) -> Callable[[], Tensor]:
+    def start_taking(self, cache: Tensor, ready: Ready) -> Callable[[], Tensor]:
         """Start taking the states of a request from the cache, whose blocks may be used again at once.
 
         Returns: a function that waits for the states [T, L, D] on the host.
         """
-        num, size = len(ready.token_ids), cache.shape[2]
-        blocks = torch.tensor(ready.blocks[: -(-num // size)], device=cache.device)
-        states = cache[blocks].transpose(1, 2).flatten(0, 1)[:num]  # a copy: [T, L, D]
+        num_tokens, block_size = len(ready.token_ids), cache.shape[2]
+        blocks = torch.tensor(ready.blocks[: -(-num_tokens // block_size)], device=cache.device)
+        states = cache[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens]  # a copy: [T, L, D]
         if not states.is_cuda:
             return states.contiguous
         if self.stream is None:
