@@ -24,6 +24,7 @@ from ..nn.layers import Attention
 from .closed_form import (
     FARTHEST,
     FITTED_DEPTHS,
+    NUM_JUDGED,
     OUTPUT_GAIN,
     SCALE,
     best_scale,
@@ -42,10 +43,12 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
 
     Raises: BadInput if `start: fitted` was requested and there are too few positions."""
     target, first = head.target, head.decoder_layers[0]
-    gain, by = final_gain(target)
-    read = ((b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / by) for b in batches)
-    positions = positions_of(read)
-    if len(positions.states) < (least := 2 * target.hidden_size):
+    gain, divisor = final_gain(target)
+    positions = positions_of(
+        (b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / divisor) for b in batches
+    )
+    least = 2 * target.hidden_size
+    if len(positions.states) < least:
         if head.config.start is None:
             return
         raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
@@ -63,11 +66,11 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
     )
     if code is not None:
         rows = head.lm_head.weight * gain.cpu()
-        head.lm_head.weight.sub_((rows - code.cleared(rows)) / by.cpu())
+        head.lm_head.weight.sub_((rows - code.cleared(rows)) / divisor.cpu())
     first.mlp.down_proj.weight.zero_()
-    some = torch.linspace(0, len(predicted) - 1, 256).long()
-    probs = head.target_probs(positions.following[some].to(gain) * gain).cpu()
-    head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[some], 0), probs))
+    judged = torch.linspace(0, len(predicted) - 1, NUM_JUDGED).long()
+    probs = head.target_probs(positions.following[judged].to(gain) * gain).cpu()
+    head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[judged], 0), probs))
     head.lm_head.weight.div_(OUTPUT_GAIN)
 
 
@@ -145,7 +148,8 @@ def fit_layer(
     # `fc`: the states at t, and the codes of tokens where heads copy
     features, size = at.features / sizes, at.states.shape[1]
     fused = ridge(features, at.states)  # [L * D, D]
-    before, current, following = (read(x, at.states)[:, :size] for x in (at.before, at.current, at.embedded))
+    # normalised embeddings of x_{t-1}, x_t and x_{t+1}, [n, D] each
+    before, current, embedded = (read(x, at.states)[:, :size] for x in (at.before, at.current, at.embedded))
     if code is not None:
         fused = code.cleared(fused) + ridge(features, code.held(current, before))
     hidden, larger = features @ fused, fresh_size(fc) * SCALE / rms(fused)
@@ -164,10 +168,11 @@ def fit_layer(
         """[n, D] what is to be added to predicted states for those at `index`."""
         if code is None:
             return at.following[index] - hidden
-        return code.missing(at.following[index], hidden, following[index])
+        return code.missing(at.following[index], hidden, embedded[index])
 
     def inputs_at(index: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([read(at.embedded[index], hidden), *(states[index] for states in copied)], 1)
+        """[n, in] what the roles read at `index`: 2D channels, then D of the copied embeddings if heads copy."""
+        return torch.cat([read(at.embedded[index], hidden), *(tokens[index] for tokens in copied)], 1)
 
     inputs, change = regressed_along_chains(hidden, at.goes_on, inputs_at, missing_of)
     attention.o_proj.weight.zero_()
