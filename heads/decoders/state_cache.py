@@ -99,6 +99,7 @@ class StateSlotLayer(StateLayer, SlotLayer):
         StateLayer.__init__(self, num_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # transformers passes keys and values by position, states by name
         (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
@@ -151,16 +152,18 @@ class StateCache(SlotCache):
         """
         super().__init__(num_layers=len(layer_caches), max_length=max_length)
         self.kept, self.num_rows, self.width, self.continues_prompts = layer_caches, num_rows, width, continues_prompts
-        self.alone: StateCache | None = None
-        for i, kind in enumerate(layer_caches):
-            if keeps_states(kind):
-                num_states, has_keys = kind.number_of_states, isinstance(kind, CacheLayerMixin)
+        self.one_row: StateCache | None = None  # see `row_reader`
+        for i, layer_cache in enumerate(layer_caches):
+            has_keys = isinstance(layer_cache, CacheLayerMixin)
+            if keeps_states(layer_cache):
+                num_states = layer_cache.number_of_states
                 self.layers[i] = StateSlotLayer(num_states, max_length) if has_keys else StateLayer(num_states)
-            elif not isinstance(kind, CacheLayerMixin):  # keeps nothing
-                self.layers[i] = kind
+            elif not has_keys:  # keeps nothing
+                self.layers[i] = layer_cache
         self.of_states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.origin = torch.zeros(num_rows, dtype=torch.long, device=device)  # [B] tokens before `behind[0]`
-        self.reads_prompt = self.is_ahead = False
+        self.reads_prompt = False  # inside `prompts`
+        self.is_ahead = False  # inside `ahead`
         self.reads_round = True  # whether the forward keeps the states behind each token
         self.reads_singly = False  # whether recurrent layers read its tokens one at a time
         self.notes_windows = False  # whether convolutions note the states behind each token, as they read all at once
@@ -177,15 +180,15 @@ class StateCache(SlotCache):
         for layer in self.of_states:
             layer.start(index.clamp(0, self.width), is_empty)
         self.reads_round, self.reads_singly = not self.reads_prompt, False
-        if self.reads_prompt:  # transformers' code tells its start by `has_previous_state`
-            is_start = bool(is_empty.all())
-            self.reads_singly = not is_start and not self.continues_prompts
-            start = start + num_read
-            for layer in self.of_states:
-                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not is_start)
-        else:
+        if not self.reads_prompt:
             self.width = max(self.width, num_read)
-        self.origin.copy_(start)
+            self.origin.copy_(start)
+            return
+        is_start = bool(is_empty.all())
+        self.reads_singly = not is_start and not self.continues_prompts
+        for layer in self.of_states:  # transformers' code tells the start of a text by it
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not is_start)
+        self.origin.copy_(start + num_read)
 
     @contextmanager
     def prompts(self) -> Iterator[None]:
@@ -211,7 +214,7 @@ class StateCache(SlotCache):
 
     @contextmanager
     def noting_windows(self) -> Iterator[None]:
-        """Parts of layers inside read a whole round at once."""
+        """Parts of layers inside read a whole round at once: convolutions note the states behind each of its tokens."""
         self.notes_windows = True
         try:
             yield
@@ -263,10 +266,16 @@ class StateCache(SlotCache):
 
     def row_reader(self) -> "StateCache":
         """A cache for one row, from which `take_row` copies; always the same one."""
-        if self.alone is None:
-            like: dict[str, Any] = {key: getattr(self, key) for key in ("max_length", "width", "continues_prompts")}
-            self.alone = StateCache(self.kept, num_rows=1, device=self.origin.device, **like)
-        return self.alone
+        if self.one_row is None:
+            self.one_row = StateCache(
+                self.kept,
+                max_length=self.max_length,
+                num_rows=1,
+                width=self.width,
+                device=self.origin.device,
+                continues_prompts=self.continues_prompts,
+            )
+        return self.one_row
 
     @property
     def is_filled(self) -> bool:
