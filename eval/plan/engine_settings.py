@@ -104,8 +104,8 @@ def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], boo
     drafted = [cell for cell in cells if cell.load == "prompts" and is_drafted(cell.setting)]
 
     def rank(same: Sequence[Cell]) -> tuple[int, float]:
-        """By speedups: the lower end of a measured one cannot be held against one that is only predicted."""
-        return sum(cell.measured_speedup is not None for cell in same), prod(cell.known_speedup for cell in same)
+        """Measured ones first, as a lower end cannot be held against what is only predicted."""
+        return sum(cell.measured_speedup is not None for cell in same), prod(cell.ranked_speedup for cell in same)
 
     best = max(grouped(drafted, lambda cell: cell.setting).values(), key=rank, default=None)
     return None if best is None or prod(cell.assured_speedup for cell in best) <= 1 else best[0].setting

@@ -89,8 +89,15 @@ class Cell:
 
     @property
     def assured_speedup(self) -> float:
-        """The proved one, else the known one."""
+        """The proved one, else the known one: by it drafting pays or does not."""
         return self.known_speedup if self.proved_speedup is None else self.proved_speedup
+
+    @property
+    def ranked_speedup(self) -> float:
+        """The lower end of its own interval where that holds, else the known one: by it settings are ranked. Widened
+        ends would rank few prompts by how far these spread."""
+        low = None if self.proved_speedup is None else self.measured_ci95[0]
+        return self.known_speedup if low is None else low
 
     def measured(self, result: Result, *, num_choices: int) -> "Cell":
         """With what came out when it was measured. Args: num_choices: settings of which it is one."""
@@ -238,9 +245,9 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
 def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
 
-    Where cells were measured over enough prompts, by the lower ends of their intervals, which are widened as those of
-    several results in a report, since the best of several is partly the best by chance; else the fastest of those that
+    Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
     were measured, else the one predicted to be. Of cells within LEAST_GAIN of the fastest, the one that drafts least.
+    It is `off` by its widened end, as in a report of several results: the best is partly the best by chance.
     """
     groups: dict[tuple[int, int, str], list[Cell]] = {}
     for cell in cells:
@@ -249,10 +256,10 @@ def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     for _, group in sorted(groups.items()):
         proved = [cell for cell in group if cell.proved_speedup is not None]
         here = proved or [cell for cell in group if cell.measured_speedup] or group
-        fastest = max(cell.assured_speedup for cell in here)
-        near = [cell for cell in here if cell.assured_speedup >= fastest * (1 - LEAST_GAIN)]
+        fastest = max(cell.ranked_speedup for cell in here)
+        near = [cell for cell in here if cell.ranked_speedup >= fastest * (1 - LEAST_GAIN)]
         best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
-        advice.append(RecommendedCell(best, fastest <= 1))
+        advice.append(RecommendedCell(best, max(cell.assured_speedup for cell in near) <= 1))
     return advice
 
 

@@ -126,6 +126,23 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
     assert advice.is_off and advice.is_proved, "1.6 times, but not shown to be above 1"
 
 
+def test_few_prompts_are_not_ranked_by_how_far_they_spread(target):
+    """Widened, the end of K 3 is the highest of all by a tenth, with the lowest speedup: of `auto` on a real model."""
+    settings = [accepted(3, 2.7), accepted(4, 3), accepted(5, 3.1)]
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    seen = [(2.30, (1.894, 2.78), 1.51), (2.50, (1.895, 3.31), 1.37), (2.57, (1.936, 3.40), 1.39)]
+    cells = [
+        replace(cell, measured_speedup=speedup, measured_ci95=ends, measured_low=low, num_timed=5)
+        for cell, (speedup, ends, low) in zip(cells, seen, strict=True)
+    ]
+    [advice] = recommend_cells(cells)
+    assert advice.cell.setting.name == "K 5" and not advice.is_off
+    told = for_llamacpp(cells, untrained("eagle3", target))
+    assert told and "--spec-draft-n-max 5 " in told, "as for the other engine"
+    low = [replace(cell, measured_low=0.9) for cell in cells]
+    assert recommend_cells(low)[0].is_off and for_llamacpp(low, untrained("eagle3", target)) is None
+
+
 def test_the_best_of_several_has_to_hold_for_one_of_several():
     """As `headstart eval` has it: of settings that gain nothing, the best of four often seems to."""
     [cell] = predict_cells([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
