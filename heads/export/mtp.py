@@ -60,12 +60,12 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
             f"target {head.target}: no engine loads MTP modules of layout {own} with a {kind} target, only with "
             f"{', '.join(SERVED[own])}; train {instead} for this one"
         )
+    embedding = next(name for name in EMBEDDINGS if name in where)
+    if own != "qwen3_next" and "language_model." in embedding:
+        why = f"its embedding is {embedding}: no engine is known to load MTP modules beside such a text model"
+        raise BadInput(f"target {head.target}: {why}")
     new = {name: value.contiguous().clone() for name, value in views_on_disk(tensors, {}).items()}
     if own == "deepseek_v3":  # modules of this layout repeat the target's embedding and output layer
-        embedding = next(name for name in EMBEDDINGS if name in where)
-        if embedding.startswith("language_model."):
-            why = f"its embedding is {embedding}: no engine is known to load MTP modules beside such a text model"
-            raise BadInput(f"target {head.target}: {why}")
         output = "lm_head.weight" if "lm_head.weight" in where else embedding
         first = int((head.target_config or {})["num_hidden_layers"])
         for i in range(first, first + num_modules(head)):

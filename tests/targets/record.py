@@ -39,7 +39,7 @@ where a kind does not do what the record says.
   windows: token for token the text of transformers' `generate`.
 - *drafts for itself*: the target as its own draft model, and by `sparse-self`.
 - *trains*: two steps of every family; *exports*: what trained and vLLM loads passes `headstart check`. MTP modules are
-  exported for targets of their layout alone, which is not said again.
+  exported where engines load them with such a target, which is not said again.
 
 `no` is followed by the numbers of the lines below the table that say why: *refused*, with the line that a user sees, or
 a fault, *wrong* or *crashed*. MODEL, HEAD and KIND stand for the names of folders and of the model's type. Where it is

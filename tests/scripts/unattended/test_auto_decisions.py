@@ -267,11 +267,15 @@ def test_engines_load_some_families(saved_target):
         ("qwen3_5", "lm_head", True),
         ("qwen2", "lm_head", True),
         ("llama", "lm_head", False),
+        ("internvl", "lm_head", False),
         ("llama", "model.layers.9.eh_proj", True),  # it has modules of its own
     ],
 )
 def test_modules_are_a_candidate_where_engines_load_them_with_the_target(kind, tensor, is_loaded, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    config = (
+        {"model_type": kind, "text_config": {"model_type": "qwen2"}} if kind == "internvl" else {"model_type": kind}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({f"{tensor}.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     [module] = [candidate for candidate in find_candidates("vllm") if is_module(candidate)]
     assert is_served(module, "vllm", str(tmp_path)) == is_loaded and is_served(module, "headstart", str(tmp_path))
