@@ -55,12 +55,13 @@ def table(results: Path) -> str:
     lines = [f"| drafter | {' | '.join(f'{domain}: acceptance length | speedup' for domain in domains)} |"]
     lines += ["|---" * (1 + 2 * len(domains)) + "|"]
     for key, name in IN_TABLE.items():
-        entries = [measured.get(key) for measured in domains.values()]
-        cells = [
-            " | " if entry is None else f"{entry['acceptance_length']:.2f} | {speedup(entry)}" for entry in entries
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(figures(by_drafter.get(key)) for by_drafter in domains.values())} |")
     return "\n".join([*lines, "", f"![Speedup by drafter, {FUNCTIONS}]({CHART})", ""])
+
+
+def figures(entry: dict[str, Any] | None) -> str:
+    """Two cells of the table; empty ones of what was not measured."""
+    return " | " if entry is None else f"{entry['acceptance_length']:.2f} | {speedup(entry)}"
 
 
 def chart(results: Path) -> str:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..configs.errors import BadInput
+from ..heads.chat.messages import plain_text
 from ..heads.chat.rows import VARIABLES, answer_in, chat_of, instruction_in, is_chat, known_keys
 from ..heads.chat.written_ids import KEY
 from .sources import Row
@@ -64,7 +65,7 @@ def turns_digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
     """16 bytes of BLAKE2b over the turns. Not exact: ignoring case and white space."""
     hashed = blake2b(digest_size=16)
     for role, text in turns:
-        text = text if exact else " ".join(text.split()).casefold()
+        text = text if exact else plain_text(text)
         hashed.update(f"{role}\x1f{text}\x1e".encode("utf-8", "surrogatepass"))
     return hashed.digest()
 

@@ -53,8 +53,11 @@ class MtpConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, known in {"layout": LAYOUTS, "init": INITS, "feedback": ("post_norm", "pre_norm")}.items():
-            if getattr(self, key) not in known and (key, self.layout) != ("layout", None):
+        choices = {"init": INITS, "feedback": ("post_norm", "pre_norm")}
+        if self.layout is not None:
+            choices["layout"] = tuple(LAYOUTS)
+        for key, known in choices.items():
+            if getattr(self, key) not in known:
                 raise BadInput(f"{key} {getattr(self, key)!r}: expected one of {', '.join(known)}")
         if self.feature_layers:
             raise BadInput("feature_layers: mtp reads the state after the final norm only")
@@ -66,6 +69,7 @@ class MtpConfig(HeadConfig):
         return True  # to check that a layer can be driven alone
 
     def resolved(self, target: Target) -> "MtpConfig":
+        """With the layout filled in. Raises BadInput if a file of the target's folder cannot be read."""
         served = self.layout or module_layout(target.name, target.config.model_type)
         return replace(self, layout=served or "deepseek_v3")  # where engines load none, the one with most of them
 

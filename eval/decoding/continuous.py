@@ -87,7 +87,8 @@ class _Pass:
         self.state = DecodeState(None, zeros[:, None].clone(), zeros)
         self.keys: list[str | None] = [None] * batch_size  # None: an idle row
         self.last_read: list[list[int]] = []  # the prompts whose keys and values the reader holds
-        self.is_busy = torch.zeros_like(zeros)  # 1 for each row of `keys`; on the device, as rounds ahead must not wait
+        # [B] 1 where a row has a text, else 0; on the device, where a round that is launched ahead need not wait for it
+        self.is_busy = torch.zeros_like(zeros)
         self.is_ahead = drafter is None and target.row_rotary is None and launches_ahead(target.device)
         self.launched: Launched | None = None
 
@@ -109,8 +110,7 @@ class _Pass:
     def _advance_ahead(self) -> None:
         """Launch a round, and commit the one before while the device runs it: of a row that has ended one token more
         is decoded, and dropped."""
-        before = self.launched
-        self.launched = self._launch(num_unread=int(before is not None and bool(before.rows)))
+        before, self.launched = self.launched, self._launch()
         if before is None:
             return
         if before.copied is not None:
@@ -118,9 +118,10 @@ class _Pass:
         rows = enumerate(before.tokens.tolist())
         self.texts.commit([0] * len(self.keys), [new if row in before.rows else [] for row, new in rows], num_drafted=0)
 
-    def _launch(self, *, num_unread: int) -> Launched:
+    def _launch(self) -> Launched:
+        """Start a round behind the one before, whose tokens, one a row, may not have been read."""
         engine, state = self.engine, self.state
-        engine.begin_round(self.texts.num_committed + num_unread)
+        engine.begin_round(self.texts.num_committed + bool(self.launched and self.launched.rows))
         engine.rehearse(state)
         chosen = engine.verify(state, engine.draft(None), self.texts.ended).committed.clone()  # [B, 1]
         self.state = DecodeState(None, chosen, state.start + self.is_busy)

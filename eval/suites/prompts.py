@@ -10,7 +10,7 @@ from typing import Any
 
 from ...configs.errors import BadInput
 from ...configs.jsonl import iter_jsonl, naming_faults
-from ...heads.chat.messages import Message, script_of
+from ...heads.chat.messages import Message, plain_text, script_of
 from ...heads.chat.prompts import ChatTemplate, prompt_ids
 from ...heads.chat.reasoning import template_hash, trace_finder
 from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
@@ -264,7 +264,7 @@ def question_of(row: Row, origin: str = "") -> str | None:
 
 
 def last_question(messages: Sequence[Message]) -> str | None:
-    """The user's last message, in lower case with single spaces, so that it is recognised with another system prompt.
-    None if there is none."""
+    """The user's last message as `plain_text`, so that it is recognised with another system prompt. None if there is
+    none."""
     asked = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-    return " ".join(asked.split()).casefold() or None
+    return plain_text(asked) or None

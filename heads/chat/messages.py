@@ -131,3 +131,8 @@ def for_api(message: Message) -> Message:
         as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": as_text}})
     return {**message, "tool_calls": calls}
+
+
+def plain_text(text: str) -> str:
+    """In lower case with single spaces: texts that are equal so are the same question."""
+    return " ".join(text.split()).casefold()

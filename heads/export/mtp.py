@@ -40,9 +40,8 @@ WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text dee
 def module_layout(folder: str | Path, kind: str) -> str | None:
     """The layout in which engines load MTP modules with a target: that of its own modules, or the one of its kind
     (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
-    is_stored = any(
-        Path(folder).glob("model*.safetensors*")
-    )  # else it is no folder, or one of a config or of .bin files
+    # else it is no folder, or one of a config alone or of .bin files
+    is_stored = any(Path(folder).glob("model*.safetensors*"))
     own = mtp_layout(tensor_locations(folder)) if is_stored else None
     return own or next((layout for layout, kinds in SERVED.items() if kind in kinds), None)
 

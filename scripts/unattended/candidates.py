@@ -82,9 +82,8 @@ def is_served(candidate: Candidate, engine: str, target: str) -> bool:
     """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
     if engine == OURS:
         return True
-    kind = read_model_config(
-        TargetConfig(path=target)
-    ).model_type  # of all of it: engines seldom load modules in others
+    # of the whole target: beside a text model inside another, engines seldom load modules
+    kind = read_model_config(TargetConfig(path=target)).model_type
     is_loaded = not is_module(candidate) or module_layout(target, kind) is not None
     return engine in engines_of(candidate.head.type) and is_loaded
 

@@ -17,6 +17,7 @@ from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.sources import iter_rows
 from ...data_pipelines.traffic import ServedChat
 from ...eval.measurement.metrics import LEAST_TIMED
+from ...heads.chat.messages import plain_text
 from ...heads.chat.rows import VARIABLES, answer_in, known_keys
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
@@ -68,10 +69,8 @@ def as_question(messages: Sequence[Any]) -> str:
 
 
 def plain(question: str) -> str:
-    """A question in lower case with single spaces: one that differs in these alone is the same, as look-ups and
-    `headstart data prepare` have it."""
-    messages = json.loads(question)
-    return as_question([{**one, "content": " ".join(str(one.get("content")).split()).casefold()} for one in messages])
+    """A question whose messages are `plain_text`, by which duplicates are found, as in look-ups and `data prepare`."""
+    return as_question([{**one, "content": plain_text(str(one.get("content")))} for one in json.loads(question)])
 
 
 def split_prompts(

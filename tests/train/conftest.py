@@ -29,20 +29,25 @@ def world(saved_target) -> Path:
     return saved_target.parent
 
 
+def write_config(path: Path, world: Path, head_type: str, **sections: Any) -> Path:
+    """A config of a head of that type on the rows of the world, with further sections."""
+    config = {
+        "target": {"path": str(world / "target")},
+        "head": {"type": head_type, "num_depths": 3},
+        "data": {"train": str(world / "rows.jsonl")},
+    }
+    path.write_text(yaml.safe_dump({**config, **sections}))
+    return path
+
+
 @pytest.fixture
 def run(world, tmp_path):
     """run(head_type, name, "key=value", ...): trains into tmp_path/name and returns that folder."""
 
     def start(head_type, name, *overrides):
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": head_type, "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl")},
-            "train": {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"},
-        }
-        config["train"] |= {"output_dir": str(tmp_path / name), "decode_tokens": 16}
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
+        train = {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"}
+        train |= {"output_dir": str(tmp_path / name), "decode_tokens": 16}
+        path = write_config(tmp_path / f"{name}.yaml", world, head_type, train=train)
         trainer.train(load_run(path, overrides))
         return tmp_path / name
 
@@ -54,13 +59,7 @@ def features(world, tmp_path):
     """features(head_type, name, "key=value", ...): extracts float32 states for a head into tmp_path/name."""
 
     def make(head_type, name, *overrides):
-        config = {
-            "target": {"path": str(world / "target")},
-            "head": {"type": head_type, "num_depths": 3},
-            "data": {"train": str(world / "rows.jsonl")},
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
+        path = write_config(tmp_path / f"{name}.yaml", world, head_type)
         extract(str(path), tmp_path / name, list(overrides), storage_dtype="float32", device="cpu")
         return tmp_path / name
 
