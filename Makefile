@@ -24,20 +24,32 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 test: $(READY) ## every test but the slow, the soak and the GPU ones
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu"
 
 # these time what they run, or have a process per core of their own
-ALONE := tests/scripts/unattended tests/benchmarks
+ALONE := tests/scripts/unattended tests/benchmarks tests/eval/served
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE) tests/targets)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets/kinds
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "slow and not gpu" $(addprefix --ignore=,$(ALONE) tests/targets/kinds)
 
 test-soak: $(READY) ## kills by the dozen, planted causes, memory over thousands of rows: half an hour, before a release; not in CI
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "soak and not gpu"
 
-targets: $(READY) ## what works on which architecture of transformers, in docs/targets.md; or KINDS="llama mpt" alone
-	OMP_NUM_THREADS=1 $(BIN)/python tests/targets/refresh.py $(KINDS)
+LOWEST := .venv-lowest
+# each dependency of the series that pyproject.toml names as its lowest
+$(LOWEST)/.ready: pyproject.toml
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	sed -n '/^dependencies/,/^]/p' pyproject.toml | sed -nE 's/^ *"([A-Za-z_-]+)>=([0-9.]+).*/\1==\2.*/p' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --editable ".[dev]" --constraint $(LOWEST)/lowest.txt
+	touch $@
+
+test-lowest: $(LOWEST)/.ready ## the fast tests of heads, decoding and training with the lowest versions, in an environment of its own (4 GB)
+	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not soak and not gpu" \
+		tests/base tests/configs tests/targets tests/heads tests/eval/decoding tests/train
+
+targets: $(READY) ## what works on which architecture of transformers, in docs/reference/targets.md; or KINDS="llama mpt" alone
+	OMP_NUM_THREADS=1 $(BIN)/python tests/targets/kinds/refresh.py $(KINDS)
 
 VLLM := .venv-vllm
 # its torchvision and kin are built for CUDA and do not import beside a torch for CPUs; the registrations that stop
@@ -75,6 +87,9 @@ bench-heads: $(READY) ## every family of heads at one size, on the smoke run's t
 	$(BIN)/python -m headstart.benchmarks.bench_heads $(BENCH)
 	$(BIN)/python -m headstart.benchmarks.bench_heads --table
 
+served: $(READY) $(VLLM)/.ready ## heads in our engine and in vLLM, at 1, 4, 8 and 16 requests at a time, after make quickstart; in docs/results/served.md
+	$(BIN)/python -m headstart.benchmarks.served --vllm-python $(VLLM)/bin/python $(BENCH)
+
 bench-train: $(READY) ## tokens per second and memory of a training step by shape, in docs/results/train.json
 	$(BIN)/python -m headstart.benchmarks.bench_train $(BENCH)
 
@@ -90,10 +105,15 @@ docs: $(DOCS)/.ready ## the pages of docs/ as a site in build/site, in an enviro
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
+release: check test test-slow docs test-soak test-lowest test-vllm test-llamacpp wheel ## all checks, the soak, the engines, the wheel; then tag it
+	@version=$$($(BIN)/python -c 'import headstart; print(headstart.__version__)'); \
+	grep -q "^## $$version$$" CHANGELOG.md || { echo "CHANGELOG.md has no section $$version"; exit 1; }; \
+	test -f dist/headstart-$$version-py3-none-any.whl && echo "dist/ has $$version; tag it v$$version"
+
 clean: ## remove what builds left
 	rm -rf build dist *.egg-info
 
 clean-runs: ## remove runs/, where the examples train, after asking
 	@printf 'Remove runs/ with all that was trained there? [y/N] '; read answer; test "$$answer" = y && rm -rf runs
 
-.PHONY: help quickstart smoke check test test-slow test-soak targets test-vllm test-llamacpp gpu gpu-pack bench-heads bench-train docs wheel clean clean-runs
+.PHONY: help quickstart smoke check test test-slow test-soak test-lowest release targets test-vllm test-llamacpp gpu gpu-pack bench-heads served bench-train docs wheel clean clean-runs

@@ -19,22 +19,22 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..configs.errors import BadInput
-from ..configs.jsonl import read_appended
+from ..base.errors import BadInput
+from ..base.jsonl import read_appended
 from ..configs.loader import build, read_config
-from ..data_pipelines.config import DataConfig
+from ..data_pipelines.rows.config import DataConfig
+from ..engines.heads import load_head
 from ..eval.decoding.draft_setting import chain
-from ..eval.measurement.config import MeasureConfig
-from ..eval.measurement.environment import device_name
+from ..eval.figures.environment import device_name
 from ..eval.measurement.measure import measure
+from ..eval.proof.config import MeasureConfig
 from ..eval.suites.prompts import load_suite
-from ..heads.loading import TargetConfig, default_device
-from ..heads.registry import load_head
-from ..heads.target import Target
-from ..heads.targets.fit import head_size
-from ..heads.targets.skeleton import load_skeleton
-from ..train.config import RunConfig, TrainConfig
-from ..train.trainer import train
+from ..heads.stored.fit import head_size
+from ..targets.loading import TargetConfig, default_device
+from ..targets.skeleton import load_skeleton
+from ..targets.target import Target
+from ..train.inputs.config import RunConfig, TrainConfig
+from ..train.trainer import train_head
 from .bench_results import Entry, bench_names, read_bench, read_results, render_page, table, write_results
 from .store import picked
 
@@ -43,7 +43,7 @@ PAGE = RESULTS.with_suffix(".md")
 QUICKSTART = Path("runs/smoke")
 TOLERANCE = 0.25  # how far a head's size may be from the budget
 # of a run's configuration, what its figures do not depend on: no validation is run
-IRRELEVANT = "output_dir device log_every checkpoint_every keep_checkpoints wandb_project tensorboard".split()
+IRRELEVANT = "output_dir device log_every checkpoint_every keep_checkpoints wandb_project".split()
 IRRELEVANT += ["decode_prompts", "decode_tokens", "patience"]
 
 
@@ -139,7 +139,7 @@ def run_bench(bench: Bench, console: Console) -> list[Entry]:
         missing = [name for name in bench.heads if ((bench.name, device, name, seed), settings[name]) not in done]
         folders = {name: bench.runs / bench.name / f"{name}-{seed}-{settings[name][:8]}" for name in missing}
         for name, folder in folders.items():
-            train(training_run(bench, name, seed=seed, folder=str(folder)), console=console)
+            train_head(training_run(bench, name, seed=seed, folder=str(folder)), console=console)
         for name, folder in folders.items():  # one after another, so that a drifting machine slows all
             entry = measured(bench, name, folder, target, seed, counts[name], settings[name])
             entries = [other for other in entries if other.key != entry.key] + [entry]

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configs.errors import BadInput
-from ..configs.files import write_text
+from ..base.errors import BadInput
+from ..base.files import write_text
 from ..configs.loader import build, read_config, shipped
+from ..engines.heads import head_class
 from ..heads.base import HeadConfig
-from ..heads.registry import head_class
 
 START, END = "<!-- bench-heads: start -->", "<!-- bench-heads: end -->"
 REFERENCE = "eagle3"  # whose training speed is 1

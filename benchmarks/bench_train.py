@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ..configs.errors import BadInput
-from ..eval.measurement.environment import device_name
-from ..heads.loading import default_device
-from ..heads.registry import HEADS
+from ..base.errors import BadInput
+from ..engines.heads import HEADS
+from ..eval.figures.environment import device_name
+from ..targets.loading import default_device
 from . import store
 from .store import CellStore, Figures
 from .training_step import Shape, TrainingStep, estimated_peak

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from ..configs.errors import BadInput
-from ..eval.measurement.environment import Environment, device_name
-from ..heads.loading import default_device
+from ..base.errors import BadInput
+from ..eval.figures.environment import Environment, device_name
+from ..targets.loading import default_device
 from .engine_cells import CELLS, MAIN, OTHERS, SIZES, EngineWorkbench, random_target
 from .store import CellStore, Figures, judge
 

@@ -11,21 +11,22 @@ from unittest.mock import patch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..engines.heads import HEADS, build_head
 from ..eval.decoding.draft_setting import DraftSetting, chains
-from ..eval.drafters.synthetic import BlankDrafter, SyntheticDrafter, expected_length
-from ..eval.measurement.bandwidth import bytes_per_step
-from ..eval.measurement.config import MeasureConfig
+from ..eval.figures.bandwidth import cache_bytes, weight_bytes
 from ..eval.measurement.measure import measure
 from ..eval.measurement.step_times import NUM_ROUNDS, TimedCell, check_room
+from ..eval.plan.prediction import expected_length
+from ..eval.proof.config import MeasureConfig
 from ..eval.suites.prompts import Suite
 from ..heads.base import DraftHead
-from ..heads.decoders import split_attention
-from ..heads.drafter import Drafter
-from ..heads.loading import release_memory
-from ..heads.registry import HEADS, build_head
-from ..heads.target import Target
+from ..heads.drafting.drafter import Drafter
+from ..targets.caches import split_attention
+from ..targets.loading import release_memory
+from ..targets.target import Target
 from . import store
 from .profiled import profiled
+from .synthetic import BlankDrafter, SyntheticDrafter
 
 NUM_DRAFT = 5
 MAIN = "eagle3"  # the family whose chain is timed at every batch size and context
@@ -108,7 +109,7 @@ def random_target(size: EngineSize, device: torch.device) -> Target:
         model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
         model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
     model.generation_config.eos_token_id = None
-    return Target(model, name=f"random Llama, hidden {size.config.hidden_size}", fingerprint="random")
+    return Target.of(model, name=f"random Llama, hidden {size.config.hidden_size}", fingerprint="random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +258,8 @@ def timed_figures(timer: TimedCell) -> store.Figures:
     """Milliseconds are medians over the passes; figures of several passes have their least and most beside it."""
     base, size = timer.baseline, len(timer.rows)
     steps = [step.round_ms for step in timer.plain]
-    read = bytes_per_step(timer.target, base.context + NUM_ROUNDS // 2, num_rows=size)
+    kept = size * cache_bytes(timer.target, base.context + NUM_ROUNDS // 2)
+    read = weight_bytes(timer.target, num_rows=size) + kept
     figures: store.Figures = {
         "baseline_ms": spread(steps),
         "baseline_tokens_per_second": spread(1000 * size / step for step in steps),

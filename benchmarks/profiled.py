@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..train.speed import synchronize
+from ..train.watching.speed import synchronize
 from .store import Figures
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..configs.errors import BadInput, first_line
-from ..configs.files import write_text
-from ..heads.loading import release_memory
+from ..base.errors import BadInput, first_line
+from ..base.files import write_text
+from ..targets.loading import release_memory
 
 Figures = dict[str, Any]  # of a cell, as JSON has them
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,17 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..heads import base
+from ..engines.heads import head_class
 from ..heads.base import DraftBatch, DraftHead
-from ..heads.loss import chunked
-from ..heads.loss.chains import ChainStarts, chain_starts
+from ..heads.loss import chunked, sight
+from ..heads.loss.chains import ChainStarts
 from ..heads.loss.chunked import ChunkPlan
-from ..heads.nn import chain_attention, kept, sight
-from ..heads.nn.fusing import fused
-from ..heads.nn.target_output import TargetOutput
-from ..heads.registry import head_class
-from ..heads.target import Target
-from ..train.speed import Operations, matmul_rate, synchronize
+from ..heads.loss.fusing import fused
+from ..heads.nn import chain_attention, kept
+from ..targets.cpu import products
+from ..targets.layers.target_output import TargetOutput
+from ..targets.target import Target
+from ..train.watching.speed import synchronize
+from .operations import Operations, matmul_rate
 from .profiled import profiled
 from .store import Figures
 
@@ -118,7 +119,7 @@ def build_step(shape: Shape, *, device: str = "cpu") -> tuple[DraftHead, DraftBa
     dtype = torch.bfloat16 if shape.dtype == "bf16" else torch.float32
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.target_config, dtype=dtype)
-        target = Target(model, name="random", fingerprint="")
+        target = Target.of(model, name="random", fingerprint="")
     config_class = head_class(shape.head).config_class
     size = shape.draft_vocabulary
     config = config_class(type=shape.head, num_depths=shape.depths, draft_vocab_size=size, **shape.options)
@@ -137,8 +138,10 @@ def supervised(shape: Shape) -> Tensor:
 
 
 def run_step(head: DraftHead, batch: DraftBatch, *, dtype: str) -> None:
-    """Loss and backward."""
+    """Loss and backward, on the chains that the training loop would draw unless the batch names some."""
     kind = batch.input_ids.device.type
+    if batch.starts is None:
+        batch = replace(batch, starts=head.training_starts(batch.loss_mask))
     with torch.autocast(kind, torch.bfloat16) if dtype == "bf16" else nullcontext():
         loss = head.loss(batch).loss
     loss.backward()
@@ -172,20 +175,21 @@ def estimated_peak(shape: Shape, *, device: str = "cuda", gpu_bytes: int = GPU_B
     device: whose sizes of chunks and blocks hold. Only on a fake CPU does autocast work without the device.
     gpu_bytes: its memory, by which a step chooses what it keeps and how many logits exist at a time.
     """
-    starts = chain_starts(supervised(shape), shape.depths)
     with ExitStack() as stack:
         if device != "cpu":
             stack.enter_context(as_on_gpu(gpu_bytes))
-        blocks = starts.blocks
         mode = stack.enter_context(FakeTensorMode())
         head, batch = build_step(shape)
-        prepared = PreparedStarts(mode.from_tensor(starts.positions), mode.from_tensor(starts.valid))
-        prepared.blocks = blocks
         with unset_fake_temporarily():
-            plan = starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
-        chains, positions = (mode.from_tensor(tensor) for tensor in (plan.chains, plan.positions))
-        prepared.made = ChunkPlan(positions, chains, plan.scored, plan.size)
-        stack.enter_context(patch.object(base, "chain_starts", lambda *_: prepared))
+            starts = head.training_starts(supervised(shape))
+            blocks, plan = starts.blocks, starts.plan(shape.context, size=head.positions_per_chunk(shape.depths))
+        positions, valid = mode.from_tensor(starts.positions), mode.from_tensor(starts.valid)
+        prepared = PreparedStarts(positions, valid, has_gaps=starts.has_gaps)
+        prepared.blocks = blocks
+        prepared.made = ChunkPlan(
+            mode.from_tensor(plan.positions), mode.from_tensor(plan.chains), plan.scored, plan.size
+        )
+        batch = replace(batch, starts=prepared)
         return peak_bytes(head, batch, dtype=shape.dtype)
 
 
@@ -199,6 +203,7 @@ def as_on_gpu(num_bytes: int) -> Iterator[None]:
         patch.object(chain_attention, "OWN_PRODUCTS", {}),
         patch.object(kept, "most_kept", lambda device: num_bytes // kept.SHARE),
         patch.object(chain_attention, "is_flash", lambda *_: False),
+        patch.object(products, "multiplies_bf16", lambda: True),
     ):
         yield
 

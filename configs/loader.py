@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, TypeAd
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
 
-from .errors import BadInput
-from .files import LOCAL, write_text
+from ..base.errors import BadInput
+from ..base.files import LOCAL, write_text
 
 T = TypeVar("T")
 PACKAGE_CONFIGS = Path(__file__).resolve().parent

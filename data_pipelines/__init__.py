@@ -1,6 +1,6 @@
 """From conversations, prompts or plain text to training batches with exact masks.
 
-Rows: `sources`, `formats`, `mixture`; a clean data set: `prepare`, `filters`, `dataset_card`; tokens: the packages
-`masks` and `storage`; batches: `packing`, `loader`. The package `answers` lets the target write answers; `plan` and
-`comparison` estimate whether extracting the target's states pays off.
+`rows` (where they come from, and one form for all); a clean data set: `prepare`, `dataset_card`; tokens: `masks` and
+`storage`; batches: `row_sequence`, `loader`. `answers` lets the target write answers, `served` gets its states from
+a server.
 """

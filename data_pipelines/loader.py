@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..heads.base import DraftBatch
-from ..heads.nn.documents import Documents
-from ..heads.nn.target_output import TargetOutput
-from .packing import Row, RowSequence
-from .storage.samples import SEGMENTS
+from ..targets.layers.target_output import TargetOutput
+from .row_sequence import RowSequence
+from .rows.samples import SEGMENTS
 from .storage.shard_file import StoredSample
 
 
@@ -28,21 +27,20 @@ class BatchPlan:
     num_ranks: int = 1
     rank: int = 0
 
-    def rows(self, number: int) -> list[Row]:
-        """The samples, by index, of each row of this rank's batch `number` (0-based)."""
+    def rows(self, number: int) -> list[int]:
+        """The sample, by index, of each row of this rank's batch `number` (0-based)."""
         first = (number * self.num_ranks + self.rank) * self.batch_size
         return [self.sequence[row] for row in range(first, first + self.batch_size)]
 
     def epoch(self, number: int) -> float:
         """How many times the samples have been read before batch `number`."""
-        row = number * self.num_ranks * self.batch_size
-        return self.sequence.num_samples_before(row) / len(self.sequence.lengths)
+        return number * self.num_ranks * self.batch_size / len(self.sequence.lengths)
 
     def padding(self, *, num_batches: int = 16) -> float:
         """The share of padding among the positions of the first `num_batches` batches, 0..1."""
         filled = positions = 0
         for number in range(num_batches):
-            lengths = [int(self.sequence.lengths[row].sum()) for row in self.rows(number)]
+            lengths = self.sequence.lengths[self.rows(number)].tolist()
             filled, positions = filled + sum(lengths), positions + len(lengths) * max(lengths)
         return 1 - filled / positions
 
@@ -54,7 +52,6 @@ class TrainingBatch:
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T]
     weights: Tensor | None  # [B, T]
-    documents: Documents | None
     output: TargetOutput | None  # None: the target has to run
     num_tokens: int  # without padding
 
@@ -63,47 +60,36 @@ class TrainingBatch:
             return None if value is None else value.to(device, non_blocking=True)
 
         output = self.output and TargetOutput(moved(self.output.features), moved(self.output.post_norm))
-        tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights", "documents")}
+        tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights")}
         return replace(self, **tensors, output=output)
 
-    def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
+    def filled(self, read: Callable[[Tensor], TargetOutput]) -> DraftBatch:
         """The input of a head's loss. Args: read: runs the target; called if no states are stored."""
-        output = self.output or read(self.input_ids, documents=self.documents)
-        return DraftBatch(self.input_ids, self.loss_mask, output, self.weights, self.documents)
+        return DraftBatch(self.input_ids, self.loss_mask, self.output or read(self.input_ids), self.weights)
 
 
-def collate(
-    rows: Sequence[Sequence[StoredSample]], *, segment_weights: Mapping[str, float] | None = None
-) -> TrainingBatch:
-    """Concatenate the samples of each row, and pad rows on the right to the longest one.
+def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float] | None = None) -> TrainingBatch:
+    """Pad B rows on the right to the longest one. The first token of a row is not supervised, because there is no state
+    before it to draft it from.
 
-    Samples that share a row do not attend to each other. The first token of a sample is not supervised, because there
-    is no state before it to draft it from.
-
-    Args: rows: the samples of each of B rows. segment_weights: loss weight by segment; 1 for segments not named.
+    Args: segment_weights: loss weight by segment; 1 for segments not named.
     """
-    lengths = [[len(stored.sample) for stored in row] for row in rows]
-    shape = len(rows), max(sum(row) for row in lengths)
+    lengths = [len(stored.sample) for stored in rows]
+    shape = len(rows), max(lengths)
     input_ids = torch.zeros(shape, dtype=torch.long)  # [B, T]
     loss_mask, segments = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.long)
     output = None
-    if (states := rows[0][0].states) is not None:  # features [T, L, D], post_norm [T, D]
-        packed = (states.features, states.post_norm)
-        output = TargetOutput(*(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in packed))
-    for i, row in enumerate(rows):
-        start = 0
-        for stored in row:
-            here = slice(start, start + len(stored.sample))
-            input_ids[i, here] = torch.from_numpy(stored.sample.input_ids).long()
-            loss_mask[i, here] = torch.from_numpy(stored.sample.loss_mask)
-            segments[i, here] = torch.from_numpy(stored.sample.segments).long()
-            loss_mask[i, start] = False
-            if output is not None and stored.states is not None:
-                output.features[i, here], output.post_norm[i, here] = stored.states.features, stored.states.post_norm
-            start = here.stop
+    if (states := rows[0].states) is not None:  # features [T, L, D], post_norm [T, D]
+        both = (states.features, states.post_norm)
+        output = TargetOutput(*(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in both))
+    for i, (stored, num) in enumerate(zip(rows, lengths, strict=True)):
+        input_ids[i, :num] = torch.from_numpy(stored.sample.input_ids).long()
+        loss_mask[i, :num] = torch.from_numpy(stored.sample.loss_mask)
+        segments[i, :num] = torch.from_numpy(stored.sample.segments).long()
+        if output is not None and stored.states is not None:
+            output.features[i, :num], output.post_norm[i, :num] = stored.states.features, stored.states.post_norm
+    loss_mask[:, 0] = False
     weights = None
     if segment_weights:
         weights = torch.tensor([segment_weights.get(name, 1.0) for name in SEGMENTS])[segments]  # [B, T]
-    is_packed = any(len(row) > 1 for row in rows)
-    documents = Documents.of(lengths, num_positions=shape[1]) if is_packed else None
-    return TrainingBatch(input_ids, loss_mask, weights, documents, output, num_tokens=sum(map(sum, lengths)))
+    return TrainingBatch(input_ids, loss_mask, weights, output, num_tokens=sum(lengths))

@@ -9,21 +9,19 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from ..configs.errors import BadInput
-from ..configs.files import LocalPath, replacing, sha256_of
-from ..configs.owned import OwnedFolder, check_owner
-from ..heads.chat.prompts import rendered
-from ..heads.chat.rows import UnusableRow, chat_of
-from .config import check_at_least_one, check_choice
+from ..base.errors import BadInput
+from ..base.files import LocalPath, replacing, sha256_of
+from ..base.owned import OwnedFolder, check_owner
+from ..targets.chat.prompts import rendered
+from ..targets.chat.rows import UnusableRow, chat_of
 from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card
-from .digests import Digests
-from .filters import FilterConfig, reason_to_drop
-from .formats import one_line
-from .joined_chats import SHORTEST, ChatJoiner
-from .mixture import UNTIL
-from .parallel import ROWS_AT_A_TIME, in_order
-from .row_shapes import conversation_of, turns_digest
-from .sources import Row, iter_rows, read_sources
+from .rows.config import check_at_least_one
+from .rows.filters import FilterConfig, reason_to_drop
+from .rows.formats import one_line
+from .rows.joined_chats import SHORTEST, ChatJoiner
+from .rows.parallel import ROWS_AT_A_TIME, in_order
+from .rows.row_shapes import conversation_of, turns_digest
+from .rows.sources import Row, iter_rows, read_sources
 
 COMMAND = "headstart data prepare"
 NUM_EXAMPLES = 5  # dropped rows that the card lists for each reason
@@ -38,27 +36,19 @@ class PrepareConfig:
     output: LocalPath  # the folder to write
     num_rows: int | None = None  # only the first rows of the mixture; None: all
     seed: int = 0  # of the mixture
-    until: str = "first"  # the mixture ends with the `first` source that ends, or with `all` of them
     # evaluation prompts: rows with the same question are dropped
     exclude: str | list[str | dict[str, Any]] | None = None
-    as_messages: bool = True  # convert prompts with responses to chats; false: they stay plain text
     filters: FilterConfig = field(default_factory=FilterConfig)
-    once: str = "conversation"  # keep only the first of equal conversations, or of equal `prompt`s; `none`: keep all
     validation_share: float = 0.01  # share of rows for validation, selected by a hash of the prompt
-    # a folder or hub id: drops chats that its chat template refuses, and counts tokens for filters
-    tokenizer: LocalPath | None = None
+    tokenizer: LocalPath | None = None  # a folder or hub id: drops chats that its chat template refuses
     # chats of the same system prompt are joined to rows of up to so many tokens, for heads that draft in long contexts
     join_tokens: int | None = None
     num_workers: int = 1  # processes that filter and convert rows
 
     def __post_init__(self) -> None:
-        check_choice("once", self.once, ("conversation", "prompt", "none"))
-        check_choice("until", self.until, UNTIL)
         if not 0 <= self.validation_share < 1:
             raise BadInput(f"validation_share {self.validation_share}: expected 0 or more, below 1")
         check_at_least_one(num_rows=self.num_rows, num_workers=self.num_workers)
-        if self.filters.counts_tokens and self.tokenizer is None:
-            raise BadInput("filters.min_tokens and filters.max_tokens need a tokenizer")
         if self.join_tokens is not None and self.tokenizer is None:
             raise BadInput("join_tokens needs a tokenizer")
         if self.join_tokens is not None and self.join_tokens < SHORTEST:
@@ -84,7 +74,6 @@ class JudgedRow:
 
     source: str
     origin: str
-    epoch: int
     reason: str | None = None  # why it is dropped; None: it is kept
     problem: str = ""  # the error message of a malformed row
     key: bytes = b""  # digest for deduplication: of rows with equal keys only the first is kept
@@ -92,18 +81,14 @@ class JudgedRow:
     question: bytes = b""  # digest of the first user turn
     line: bytes = b""  # the line to write
     num_tokens: int = 0  # of a chat as its template renders it, where chats are joined
-    num_turns: int = 0
-    num_characters: int = 0
-    num_answer_characters: int = 0
 
 
 def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda count: None) -> Card:
-    """Writes OUTPUT/train.jsonl, validation.jsonl, card.json and README.md.
+    """Writes OUTPUT/train.jsonl, validation.jsonl and card.json.
 
-    Rows are `{id, source, source_id, ...}` with `messages` and `tools`, `prompt`, `prompt` and `response`, or `text`;
-    the id is a hash of the conversation, the source's own id, and the epoch. A row's split depends only on a hash of
-    its prompt, so that all answers to a prompt are in one split. Memory: 21 to 43 bytes per conversation (see
-    `Digests`), and a few thousand rows.
+    Rows are `{id, source, source_id, ...}` with `messages` and `tools`, `prompt`, or `text`; the id is a hash of the
+    conversation and the source's own id. A row's split depends only on a hash of its prompt, so that all answers to a
+    prompt are in one split. Memory: about 100 bytes per conversation, and a few thousand rows.
 
     If OUTPUT was prepared before with the same config from the same files, nothing is done.
 
@@ -121,14 +106,14 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
     """Write the data set into the folder, its card last."""
     tally = _Tally([source.called for source in read_sources(config.sources)])
     excluded = _questions_of(config.exclude)
-    digests = Digests()
-    rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed, until=config.until)
+    digests = set[bytes]()
+    rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed)
     with ExitStack() as stack:
         files = [SplitFile(stack.enter_context(replacing(folder / f"{split}.jsonl"))) for split in SPLITS]
         joiners = [ChatJoiner(config.join_tokens, seed=config.seed) if config.join_tokens else None for _ in SPLITS]
         for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
             is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
-            reason = row.reason or _reason_beside_others(row, config, is_validation, excluded, digests)
+            reason = row.reason or _reason_beside_others(row, excluded, digests)
             tally.count(row, reason)
             if reason is None:
                 _write(row, files[is_validation], joiners[is_validation])
@@ -145,12 +130,11 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
             raise BadInput(f"no row is left for training: {tally.in_words()}")
         splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
     card = tally.card(splits, config)
-    write_card(folder, card, name=Path(config.output).name)
+    write_card(folder, card)
     return card
 
 
 def _write(row: JudgedRow, file: SplitFile, joiner: ChatJoiner | None) -> None:
-    file.count(turns=row.num_turns, characters=row.num_characters, answer_characters=row.num_answer_characters)
     for line in [row.line] if joiner is None else joiner.add(row.line, row.num_tokens):
         file.write(line)
 
@@ -202,16 +186,15 @@ def _row_counts(counts: Counter[str]) -> RowCounts:
 
 def judge(row: Row, config: PrepareConfig) -> JudgedRow:
     """Filter and convert a row, independently of other rows, so that several processes can share the work."""
-    judged = JudgedRow(source=row.source, origin=row.origin, epoch=row.epoch)
+    judged = JudgedRow(source=row.source, origin=row.origin)
     try:
-        conversation = conversation_of(row, as_messages=config.as_messages)
+        conversation = conversation_of(row)
     except BadInput as error:
         return replace(judged, reason="malformed", problem=str(error))
-    tokenizer = None if config.tokenizer is None else _tokenizer(config.tokenizer)
-    reason = reason_to_drop(conversation, config.filters, tokenizer)
+    reason = reason_to_drop(conversation, config.filters)
     if reason is not None:
         return replace(judged, reason=reason)
-    num_tokens = 0
+    num_tokens, tokenizer = 0, None if config.tokenizer is None else _tokenizer(config.tokenizer)
     if config.join_tokens and not (tokenizer and tokenizer.chat_template):
         raise BadInput(f"tokenizer {config.tokenizer}: has no chat template, which join_tokens needs")
     if tokenizer is not None and "messages" in conversation.data and tokenizer.chat_template:
@@ -221,40 +204,31 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
         except UnusableRow as error:
             return replace(judged, reason=REFUSED, problem=str(error))
     own_id = row.data.get("id")
-    written: dict[str, Any] = {"id": conversation.id(own_id, row.epoch), "source": row.source}
+    written: dict[str, Any] = {"id": conversation.id(own_id), "source": row.source}
     written |= {} if own_id is None else {"source_id": str(own_id)}
     written |= {"truncated": True} if conversation.truncated else {}
     try:
         line = (json.dumps(written | conversation.data, ensure_ascii=False, default=str) + "\n").encode()
     except UnicodeEncodeError:  # JSON can hold half of a surrogate pair; UTF-8 and tokenizers cannot
         return replace(judged, reason="half_character")
-    prompt = turns_digest(conversation.prompt)
     return replace(
         judged,
-        key=prompt if config.once == "prompt" else turns_digest([*conversation.turns, ("tools", conversation.tools)]),
-        prompt=prompt,
+        key=turns_digest([*conversation.turns, ("tools", conversation.tools)]),
+        prompt=turns_digest(conversation.prompt),
         question=turns_digest(conversation.question) if config.exclude else b"",
         line=line,
         num_tokens=num_tokens,
-        num_turns=len(conversation.turns),
-        num_characters=conversation.num_characters,
-        num_answer_characters=sum(map(len, conversation.answers)),
     )
 
 
-def _reason_beside_others(
-    row: JudgedRow, config: PrepareConfig, is_validation: bool, excluded: frozenset[bytes], digests: Digests
-) -> str | None:
-    """Why a row is dropped given the earlier rows; None: it is kept. Later epochs repeat the rows of the first, except
-    those for validation."""
+def _reason_beside_others(row: JudgedRow, excluded: frozenset[bytes], digests: set[bytes]) -> str | None:
+    """Why a row is dropped given the earlier rows; None: it is kept."""
     if row.question in excluded:
         return "excluded"
-    if row.epoch and is_validation:
-        return "repeated_validation"
-    if config.once == "none":
-        return None
-    key = bytes(a ^ b for a, b in zip(row.key, row.epoch.to_bytes(16, "big"), strict=True))
-    return None if digests.add(key) else "duplicate"
+    if row.key in digests:
+        return "duplicate"
+    digests.add(row.key)
+    return None
 
 
 def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[bytes]:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..configs.errors import BadInput
-from .storage.samples import Sample
+from ..base.errors import BadInput
+from .rows.samples import Sample
 
 SIZE_STEP = 256  # of which the size of a draft vocabulary is a multiple
 # a token is worth drafting if its share of the answers is this many times its row's share of the target's weights: the
@@ -43,7 +43,9 @@ def most_frequent(counts: np.ndarray, *, size: int, always: Sequence[int] = ()) 
     for token_id in always:
         if not 0 <= token_id < vocab_size:
             raise BadInput(f"token id {token_id} is outside the target's vocabulary of {vocab_size}")
-    return torch.LongTensor(np.sort(_most_frequent_first(counts, always)[:size]))
+    rank = counts.copy()
+    rank[list(always)] = np.iinfo(np.int64).max
+    return torch.LongTensor(np.sort(np.argsort(-rank, kind="stable")[:size]))
 
 
 def always_kept(tokenizer: Any, *, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
@@ -83,7 +85,7 @@ def covering_size(counts: np.ndarray, always: Sequence[int], *, share: float) ->
 def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: float) -> tuple[int | None, float | None]:
     """Size and `coverage` of the draft vocabulary of all tokens that occur often enough to be worth their output row.
 
-    Source: our own; measured in docs/LOG.md, 2026-11-25. FR-Spec (Zhao et al. 2025) cuts vocabularies by frequency too.
+    Source: our own; docs/log/training_losses.md, 2026-11-25. FR-Spec (Zhao et al. 2025) cuts by frequency too.
 
     Args: row_share: weights of a row of the output layer, relative to all of the target's. Others: as in
         `covering_size`.
@@ -100,18 +102,3 @@ def worthwhile_size(counts: np.ndarray, always: Sequence[int], *, row_share: flo
 def in_steps(size: int) -> int:
     """The next multiple of SIZE_STEP."""
     return -(-size // SIZE_STEP) * SIZE_STEP
-
-
-def coverage_curve(counts: np.ndarray, *, always: Sequence[int] = (), num_points: int = 64) -> list[tuple[int, float]]:
-    """(size, `coverage`) for draft vocabularies from the smallest possible size to V, evenly spaced in log(size)."""
-    smallest = max(1, len(set(always)))
-    sizes = np.unique(np.geomspace(smallest, len(counts), num_points).round().astype(int))
-    covered = counts[_most_frequent_first(counts, always)].cumsum() / max(1, counts.sum())
-    return [(int(size), float(covered[size - 1])) for size in sizes]
-
-
-def _most_frequent_first(counts: np.ndarray, always: Sequence[int]) -> np.ndarray:
-    """All token ids [V] by falling count, those in `always` first; of equal counts the lowest id first."""
-    rank = counts.copy()
-    rank[list(always)] = np.iinfo(np.int64).max
-    return np.argsort(-rank, kind="stable")

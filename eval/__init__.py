@@ -1,3 +1,3 @@
-"""Decoding and measuring, in six rooms: `decoding` (`generate` and the engine), `drafters` (all but trained heads),
-`suites` (prompts), `measurement`, `report` and `plan`.
+"""Decoding and measuring: `decoding` (`generate` and the engine), `drafters` (all but trained heads), `suites`
+(prompts), `figures` (their definitions), `proof` (is the text the target's own?), `measurement`, `report` and `plan`.
 """

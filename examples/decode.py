@@ -7,8 +7,8 @@ import sys
 
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter
-from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.target import Target
+from headstart.eval.figures.metrics import acceptance
+from headstart.targets.target import Target
 
 
 def main(model: str, prompt: str, head: str = "") -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.host import RowText, TextDrafter
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import load_suite
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 
 
 class FollowerRow(RowText):
@@ -45,8 +45,9 @@ def main(model: str, prompts: str) -> None:
     suite = load_suite(prompts, target, max_new_tokens=64)
     config = MeasureConfig(setting=chain(3), max_new_tokens=64, num_repeats=1)
     result, _ = measure(target, Bigrams(), suite, config, name="bigrams")
-    low, high = result.speedup_ci95
-    print(f"{result.acceptance_length:.2f} tokens per forward; speedup {result.speedup:.2f} [{low:.2f}, {high:.2f}]")
+    ends = result.speedup_ci95
+    interval = "too few prompts for an interval" if None in ends else "[{:.2f}, {:.2f}]".format(*ends)
+    print(f"{result.acceptance_length:.2f} tokens per forward; speedup {result.speedup:.2f} {interval}")
     lossless = result.lossless
     print(f"{lossless.identical} of {lossless.checked} texts equal the baseline's, token for token")
 

@@ -1,1 +1,3 @@
-"""Draft heads: what they read from the frozen target, how they are trained, and how they draft."""
+"""Draft heads. `base` first: the contract of a head; then `drafting/` and a file for each family, which `families`
+lists. `nn/` has their layers, `loss/` what they are trained by, `start/` where they start, `stored/` their folders.
+"""

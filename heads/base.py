@@ -9,30 +9,36 @@ follows n committed tokens starts at t = n - 2, and the first round of an answer
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import call
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
-from .decoders.cpu.products import pack_linears
-from .drafter import Drafter
-from .drafting import Draws, Expands, Proposal, StaticTree, Tree, draft_chain, draft_dynamic, draft_static
-from .export.serving import Serving
+from ..base.errors import BadInput
+from ..targets.cpu.packing import pack_linears
+from ..targets.layers.target_output import TargetOutput
+from ..targets.target import Target
+from .drafting.drafter import Drafter
+from .drafting.trees import (
+    Draws,
+    Expands,
+    Proposal,
+    SampledChain,
+    Tree,
+    draft_chain,
+    draft_dynamic,
+)
 from .loss.calibration import ConfidenceLine
-from .loss.chains import ChainStarts, LossOutput, chain_starts, expected_share, mean_of
+from .loss.chains import ChainStarts, LossOutput, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
 from .loss.restricted import RestrictedLogits
 from .nn.batch import DraftBatch
-from .nn.documents import Documents
 from .nn.kept import is_kept, recomputed
-from .nn.target_output import TargetOutput
 from .start.closed_form import evenly_spread, first_rows, losses_by_factor, num_fitted, quieter
-from .target import Target
 
 
 @dataclass(kw_only=True)
@@ -44,30 +50,17 @@ class HeadConfig:
     num_depths: int = 4  # how many tokens ahead the head is trained to draft
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
-    # D-PACE: also weight each depth of a chain by its share in the chain's expected acceptance (`expected_share`), with
-    # this smoothing. 0.5: as published; 0: acceptance only; 1: only the number of depths that follow; None: off
-    dpace: float | None = None
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
-    loss_by_depth: list[dict[str, float]] | None = None  # replaces `loss`: a mix for each depth
-    loss_eta: float = 3.0  # how fast `lk_lambda` turns from kl to tv
     loss_top_k: int = 10  # number of target tokens that `topk_ce` reads
-    loss_exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`, above 0 (nearly cross entropy) up to 1
-    # train a depth of a chain only if each earlier token of the data was among the head's k best guesses (GRIFFIN: 3);
-    # 1: only what greedy drafting reaches; None: all chains
-    align_top_k: int | None = None
+    loss_exponent: float = 0.5  # g of `greedy_gce`, above 0 (nearly cross entropy) up to 1
     draft_vocab_size: int | None = None  # draft only this many tokens, the data's most frequent ones; None: all
 
     def __post_init__(self) -> None:
-        self.check_least(1, "num_depths", "loss_top_k", "align_top_k")
-        self.check_least(0, "loss_eta", "dpace")
+        self.check_least(1, "num_depths", "loss_top_k")
         if not 0 < self.loss_exponent <= 1:
             raise BadInput(f"loss_exponent {self.loss_exponent}: expected more than 0 and at most 1")
         depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
         check_mix(self.loss, key="loss")
-        for depth, mix in enumerate(self.loss_by_depth or []):
-            check_mix(mix, key=f"loss_by_depth.{depth}")
-        if self.loss_by_depth is not None and len(self.loss_by_depth) != self.num_depths:
-            raise BadInput(f"loss_by_depth: {len(self.loss_by_depth)} mixes for num_depths {self.num_depths}")
 
     def check_least(self, least: int, *names: str) -> None:
         """Raises BadInput if one of these values is set and below `least`, which is 0 or 1."""
@@ -81,6 +74,11 @@ class HeadConfig:
         """Whether the head reads weights of the target's layers, or runs them, also where states were extracted."""
         return False
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether a fresh head is fitted to the first rows of training, of which it then takes a least number."""
+        return False
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -90,13 +88,13 @@ class HeadConfig:
 
 
 class DraftHead(nn.Module, Drafter, Expands):
-    """A trained drafter. A family subclasses this in one file; examples/own_head.py is the smallest.
+    """A trained drafter. A family subclasses this in one file; examples/own_family.py is one outside the package.
 
     The target is not a submodule: its parameters are in no optimizer, gradient or checkpoint of the head.
     """
 
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
-    serving: ClassVar[Serving | None] = None  # how engines load it; None: none does. Subclasses of a family inherit it
+    title: ClassVar[str] = ""  # what people call the family; empty: its name in `head.type`
     drafts_trees = True
     estimates = True
     reads_post_norm: bool  # whether it drafts from the target's `post_norm`; losses read that for every head
@@ -149,11 +147,13 @@ class DraftHead(nn.Module, Drafter, Expands):
     # training
 
     @torch.no_grad()
-    def begin_training(self, batches: Iterable[DraftBatch]) -> None:
+    def begin_training(self, batches: Iterable[DraftBatch], *, fits: bool = True) -> str | None:
         """Initialise a fresh head from the first rows of training: `fit` it, then, if its loss on other rows is above
-        that of a uniform guess, scale its logits down (see start/closed_form.py)."""
+        that of a uniform guess, scale its logits down (see start/closed_form.py). Returns what `fit` does.
+
+        Args: fits: False: the rows are known to be too few for `fit`."""
         rows, judged = first_rows(batches, num_fitted(self.target.hidden_size))
-        self.fit(rows)
+        line = self.fit(rows) if fits else None
         losses = []
         with torch.random.fork_rng():  # drafting may draw chains or noise
             torch.manual_seed(0)
@@ -165,9 +165,11 @@ class DraftHead(nn.Module, Drafter, Expands):
                 losses.append(losses_by_factor(drafted.float(), probs))
         parts = [torch.stack(losses)] * len(losses) if self.has_one_output else [loss[None] for loss in losses]
         self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
+        return line
 
-    def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """Set linear maps in closed form, in families that have any; `start.linear_map` says how many rows it needs."""
+    def fit(self, batches: Sequence[DraftBatch]) -> str | None:
+        """Set linear maps in closed form, in families that have any. Returns a line for the user if there were too few
+        rows for what the config asks for."""
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         """Multiply the draft logits of a fresh head by [K] factors, one per depth; all equal with has_one_output."""
@@ -184,6 +186,11 @@ class DraftHead(nn.Module, Drafter, Expands):
     def input_scales(self) -> dict[str, Tensor]:
         """[in] factors that bring the channels of a matrix's input to one size, by its name: for Muon, see optim.py."""
         return {}
+
+    def vocabulary_matrices(self) -> list[Tensor]:
+        """Those with a row a token, which Muon leaves to AdamW: embeddings, `lm_head` and what a family adds."""
+        modules = [m for name, m in self.named_modules() if isinstance(m, nn.Embedding) or name == "lm_head"]
+        return [cast(Tensor, module.weight) for module in modules]
 
     def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
         """Roughly the bytes of activations that `unroll` keeps or, by `runner`, computes again; 0: it keeps all."""
@@ -219,9 +226,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         """The loss; named forward so that distributed wrappers see it."""
         return self.loss(batch, denominators)
 
-    def read_target(self, input_ids: Tensor, *, documents: Documents | None = None) -> TargetOutput:
+    def read_target(self, input_ids: Tensor) -> TargetOutput:
         """What this head reads of the target on whole rows [B, T]."""
-        return self.target.read_texts(input_ids, feature_layers=self.feature_layers, documents=documents)
+        return self.target.read_texts(input_ids, feature_layers=self.feature_layers)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         """The chains that a step trains on, of rows with loss_mask [B, T]: all that decoding could run, unless the
@@ -233,7 +240,6 @@ class DraftHead(nn.Module, Drafter, Expands):
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
     ) -> LossOutput:
         """sum_k w_k * (weighted mean over supervised chains of the loss at depth k), w_k from config.depth_weights.
-        With config.align_top_k, chains that are not aligned add 0 to the sum but still count in the denominator.
 
         Args:
             denominators: [K] `ChainStarts.counts` over all ranks and accumulated batches; None: of this batch.
@@ -257,27 +263,12 @@ class DraftHead(nn.Module, Drafter, Expands):
             plan=plan,
             parameters=[parameter for parameter in self.parameters() if parameter.requires_grad],
             has_one_output=self.has_one_output,
-            align_top_k=config.align_top_k,
         )
         labels = torch.stack([starts.take(batch.input_ids, offset=depth + 2) for depth in depths])  # [K, B, S]
-        if config.dpace is not None:
-            valid = starts.valid.flatten(0, 1).T  # [K, B * S]
-            drafts.chain_weights = self._accepted_share(drafts, valid, labels.flatten(1), smoothing=config.dpace)
         loss = drafts.score()
         guesses = drafts.guesses.unflatten(1, starts.positions.shape)  # [K, B, S]
         hits = (guesses == labels).permute(1, 2, 0) & starts.valid  # [B, S, K]
         return LossOutput(loss, drafts.sums, counts, starts, hits)
-
-    @torch.no_grad()
-    def _accepted_share(self, drafts: Drafts, valid: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """[K, N] `expected_share` of chains with supervised depths valid [K, N]; costs one more output-layer pass."""
-        mixed = [replace(spec, mix={"hard_ce": 1.0}) for spec in drafts.specs]
-        plain = replace(drafts, specs=mixed, weights=None, align_top_k=None)
-        plain.gradients()
-        probs = (-plain.values).exp()
-        if self.vocabulary is not None:  # a label that cannot be drafted has loss 0, but probability 0 as well
-            probs = probs * (self.vocabulary.to_draft[labels] >= 0)
-        return expected_share(probs, valid, smoothing=smoothing)
 
     def positions_per_chunk(self, num_depths: int) -> int:
         """How many positions are scored at a time."""
@@ -295,13 +286,12 @@ class DraftHead(nn.Module, Drafter, Expands):
         """The loss at a depth."""
         config = self.config
         return LossSpec(
-            mix=config.loss if config.loss_by_depth is None else config.loss_by_depth[depth],
+            mix=config.loss,
             draft_logits=lambda hidden: self.draft_logits(hidden, depth),
             predicted_state=lambda hidden: self.predicted_state(hidden, depth),
             target_logits=self.target.logits,
             restricted_logits=self.restricted_logits,
             vocabulary=self.vocabulary,
-            eta=config.loss_eta,
             top_k=config.loss_top_k,
             exponent=config.loss_exponent,
         )
@@ -321,11 +311,11 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     @torch.no_grad()
     def propose_tree(self, state: Any, tree: Tree, *, draws: Draws | None = None) -> Proposal:
-        """Draft a tree instead of a chain; with `draws`, a sampled one. Raises BadInput if it is too deep."""
+        """Draft a tree, or a chain that is sampled with `draws`. Raises BadInput if it is too deep."""
         if tree.depth > (self.max_draft_tokens or tree.depth):
             raise BadInput(f"a tree of depth {tree.depth}: this head drafts {self.max_draft_tokens} tokens ahead")
-        if isinstance(tree, StaticTree):
-            return draft_static(self, state, tree, draws if tree.sampled else None)
+        if isinstance(tree, SampledChain):
+            return draft_chain(self, state, num_draft_tokens=tree.depth, draws=draws)
         return draft_dynamic(self, state, tree)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ DSpark's Markov head adds to each slot's logits a low-rank term that depends on 
 K small products in sequence condition each draft on the one before. Its confidence head estimates acceptance.
 
 DFlash2 (nn/dflash2.py) has convolutions over the slots instead, and a selector that walks through the most probable
-tokens of each slot, each chosen behind the one before.
+tokens of each slot, each chosen behind the one before. LiLiCorr (nn/lilicorr.py) walks by what a small transformer over
+all slots' most probable tokens says of pairs.
 """
 
 from collections.abc import Sequence
@@ -19,20 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..targets.caches.attention import grouped_attention
+from ..targets.caches.cache import SlotCache
+from ..targets.caches.masks import interval_mask
+from ..targets.cpu.decoder import CpuLayers
+from ..targets.cpu.packing import pack_linears
 from .base import DraftBatch
 from .block_network import BlockNetwork
-from .decoders.attention import grouped_attention
-from .decoders.cache import SlotCache
-from .decoders.cpu.decoder import CpuLayers
-from .decoders.cpu.products import pack_linears, usable_kernels
-from .drafter import Reading
-from .drafting import Draws, Proposal, Tree
-from .export.block import BlockServing
+from .block_start import fit_block
+from .drafting.drafter import Reading
+from .drafting.trees import Draws, Proposal, Tree
 from .nn.block_layer import with_previous
-from .nn.dflash2 import NUM_TAPS, SlotCandidates, only
+from .nn.candidates import SlotCandidates, only
+from .nn.dflash2 import NUM_TAPS
 from .nn.layers import serving_keys, window_keys
-from .nn.masks import interval_mask
-from .start.block import fit_block
+from .nn.lilicorr import LILICORR_KEYS, VECTOR_EPS
 from .start.closed_form import scale_norm
 
 
@@ -47,14 +49,14 @@ class BlockState:
     anchor: Tensor  # [B, 1] the token that follows it
     hidden: Tensor  # [B, K, D] the last block's states, input of the output layer
     logits: Tensor  # [B, K, Vd] its logits, before what depends on the token before
-    candidates: SlotCandidates | None = None  # [B, K, ...] of the selector
+    context: Tensor  # [B, D] the target's fused features at `position`
+    candidates: SlotCandidates | None = None  # [B, K, ...] that are chosen from
 
 
 class BlockHead(BlockNetwork):
     """A block drafter with the tensor names that vLLM, SGLang and llama.cpp load: fc, hidden_norm, layers.{i}.*, norm,
-    and depending on the config markov_head.*, confidence_head.*, lm_head."""
+    and depending on the config markov_head.*, confidence_head.*, candidate_selector.*, lilicorr.*, lm_head."""
 
-    serving = BlockServing()
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
 
     def serving_config(self) -> dict[str, Any]:
@@ -79,11 +81,18 @@ class BlockHead(BlockNetwork):
         }
         if self.markov_head is None:
             read: dict[str, Any] = {"mask_token_id": self.mask_token, "target_layer_ids": ids, "causal": False}
-            if config.conv_group_size is None and not config.selector_rank:
+            if config.conv_group_size is None and self.chooser is None:
                 return {"architectures": ["DFlashDraftModel"], **served, "dflash_config": read}
-            read |= {"block_size": served["block_size"], "conv_kernel_size": NUM_TAPS}
-            read |= {key: getattr(config, key) for key in ("conv_group_size", "selector_rank", "selector_top_k")}
-            return {"architectures": ["DFlash2DraftModel"], **served, "dflash_config": read}
+            read["block_size"] = served["block_size"]
+            if self.lilicorr is None or config.conv_group_size is not None:
+                read |= {"conv_kernel_size": NUM_TAPS, "conv_group_size": config.conv_group_size}
+            if self.lilicorr is None:
+                read |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
+                return {"architectures": ["DFlash2DraftModel"], **served, "dflash_config": read}
+            read |= {"lilicorr_enabled": True, "lilicorr_vector_eps": VECTOR_EPS}
+            read |= {key: getattr(config, own) for key, (own, _) in LILICORR_KEYS.items()}
+            served["has_own_lm_head"] = config.output == "own"
+            return {"architectures": ["LiLiCorrDraftModel"], **served, "dflash_config": read}
         return {
             "architectures": ["Qwen3DSparkModel"],
             **served,
@@ -97,9 +106,8 @@ class BlockHead(BlockNetwork):
     def method(self) -> str:
         return "dflash" if self.markov_head is None else "dspark"
 
-    def fit(self, batches: Sequence[DraftBatch]) -> None:
-        if self.config.start == "fitted":
-            fit_block(self, batches)
+    def fit(self, batches: Sequence[DraftBatch]) -> str | None:
+        return fit_block(self, batches) if self.config.is_fitted else None
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         scale_norm(self.norm, min(factors))
@@ -112,10 +120,11 @@ class BlockHead(BlockNetwork):
         pack_linears(self, without=self.decoder_layers if self.packed else ())
 
     def begin(self, *, batch_size: int, max_length: int) -> BlockState:
-        cache = SlotCache(num_layers=self.config.num_layers, max_length=max_length)
+        cache = self.new_cache(self.config.num_layers, max_length)
         ids = torch.zeros(batch_size, 1, dtype=torch.long, device=self.fc.weight.device)
         nothing = self.fc.weight.new_zeros(batch_size, 0, 0)
-        return BlockState(cache, max_length, self.num_depths, ids[:, 0], ids, nothing, nothing)
+        context = self.fc.weight.new_zeros(batch_size, self.target.hidden_size)
+        return BlockState(cache, max_length, self.num_depths, ids[:, 0], ids, nothing, nothing, context)
 
     @torch.no_grad()
     def commit(self, state: BlockState, read: Reading) -> None:
@@ -125,6 +134,7 @@ class BlockHead(BlockNetwork):
         self._write_context(context, positions, state.cache)
         state.position = read.start + read.last
         state.anchor = read.next_tokens.gather(1, read.last[:, None])
+        state.context = context[torch.arange(len(context), device=context.device), read.last]
 
     def _write_context(self, context: Tensor, positions: Tensor, cache: SlotCache) -> None:
         """Write each layer's keys and values of the context [B, Q, D] to the cache slots of its positions [B, Q]."""
@@ -138,12 +148,12 @@ class BlockHead(BlockNetwork):
     @torch.no_grad()
     def propose(self, state: BlockState, *, num_draft_tokens: int) -> Proposal:
         state.num_depths = num_draft_tokens
-        selector, to_target = self.candidate_selector, None if self.vocabulary is None else self.vocabulary.to_target
-        if selector is None or usable_kernels(self.fc.weight) is None:
+        chooser, to_target = self.chooser, None if self.vocabulary is None else self.vocabulary.to_target
+        if chooser is None:
             return super().propose(state, num_draft_tokens=num_draft_tokens)
         self.fill(state)
         assert state.candidates is not None
-        tokens, scores = state.candidates.chain(state.anchor[:, 0], selector.predecessor_codebook, to_target)
+        tokens, scores = chooser.chain(state.candidates, state.anchor[:, 0], to_target)
         return Proposal(tokens, logits=list(only(scores, state.candidates.ids, self.num_drafted).unbind(1)))
 
     @torch.no_grad()
@@ -164,19 +174,21 @@ class BlockHead(BlockNetwork):
         hidden = self._through_layers(hidden, positions, state.cache)
         state.hidden = self.norm(hidden)[:, self.first_slot :]  # [B, K, D]
         state.logits = self._output(state.hidden)
-        if self.candidate_selector is not None:
-            state.candidates = self.candidate_selector.best(state.hidden, state.logits)
+        if self.chooser is not None:
+            behind = {"anchors": state.anchor[:, 0], "context": state.context}
+            state.candidates = self.chooser.best(state.hidden, state.logits, **behind)
 
     def _through_layers(self, hidden: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """The slots of one block per row [B, W, D] -> [B, W, D]; each sees the context, with a window only as many
         positions as end at its own, and all slots of its block.
 
         Their keys and values are written to the cache at positions [B, W], until true features overwrite them."""
-        window, last = self.config.sliding_window, positions[:, -1:].expand_as(positions)
-        first = None if window is None else positions - window + 1
+        last, mask = positions[:, -1:].expand_as(positions), None
         packed = self.packed if self.packed is not None and self.packed.is_for(hidden) else None
-        sees_all = packed is not None and first is None
-        mask = None if sees_all else interval_mask(first, last, extent=cache.extent, dtype=hidden.dtype)
+        if self.window is not None:
+            mask = interval_mask(positions - self.window + 1, last, extent=cache.extent, dtype=hidden.dtype)
+        elif packed is None:
+            mask = cache.read_mask(last, last, dtype=hidden.dtype)
         if packed is not None:
             tables = self.rotary.tables(cache.max_length, like=hidden)
             return packed(hidden, cache, tables, positions, last=last, mask=mask)
@@ -195,10 +207,10 @@ class BlockHead(BlockNetwork):
         logits = state.logits[:, depth : depth + 1]  # [B, 1, Vd]
         if self.markov_head is not None:
             return logits + self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
-        if self.candidate_selector is None or state.candidates is None:
+        if self.chooser is None or state.candidates is None:
             return logits.expand(-1, tokens.shape[1], -1)
         candidates = state.candidates.at(depth)
-        scores = candidates.scores(self.candidate_selector.previous(tokens))
+        scores = candidates.scores(self.chooser.previous(tokens))
         return only(scores, candidates.ids, self.num_drafted)
 
     @torch.no_grad()

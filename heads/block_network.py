@@ -8,18 +8,23 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
+from ..targets.layers.rotary import Rotary
+from ..targets.layers.target_output import TargetOutput
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
+from .drafting.windowed import Windowed
 from .loss.calibration import ConfidenceLine
 from .loss.chains import drawn_starts
+from .loss.chunked import chunk_size
 from .loss.functions import LossSpec, output_layer_rows
 from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, with_previous
-from .nn.dflash2 import CandidateSelector, only
+from .nn.candidates import Chooser, only
+from .nn.dflash2 import CandidateSelector
 from .nn.kept import layer_bytes
-from .nn.layers import RMSNorm, Rotary, llama_config
+from .nn.layers import RMSNorm, llama_config
+from .nn.lilicorr import CandidateLattice, LatticeSizes
 from .nn.mask_token import mask_token_of
-from .nn.target_output import TargetOutput
-from .target import Target
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
 
@@ -40,40 +45,52 @@ class BlockConfig(HeadConfig):
     confidence_weight: float = 1.0
     # channels that share a correction of DFlash2's convolutions; None: there are none
     conv_group_size: int | None = None
-    selector_rank: int = 0  # rank of DFlash2's selector; 0: none
+    selector_rank: int = 0  # rank by which DFlash2's selector or LiLiCorr's lattice scores pairs of tokens; 0: neither
     selector_top_k: int = 16  # tokens of each slot that it chooses from
     selector_weight: float = 1.0  # of its loss, `selection`, beside `loss`
+    lattice_layers: int = 0  # of LiLiCorr's lattice; 0: the selector is DFlash2's
+    lattice_size: int = 128  # of these layers; that of the target's states: embeddings are read as they are
+    lattice_heads: int = 4
+    lattice_mlp_ratio: float = 2.0  # of the MLP's channels to lattice_size
+    lattice_scale: float = 10.0  # logits are the cosines of vectors times this
     has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
     start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
     sliding_window: int | None = None  # a slot sees this many positions, its own the last of them; None: all before
-    num_blocks: int = 512  # blocks that a training step draws per row
-    # the share of them that is narrower than num_depths, so that the head also drafts well at a smaller K
-    narrow_share: float = 0.0
+    blocks_per_row: int = 512  # that a training step draws
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least(1, "num_layers", "num_blocks", "conv_group_size", "selector_top_k")
-        self.check_least(0, "markov_rank", "narrow_share", "mask_token_id", "confidence_weight", "selector_rank")
-        self.check_least(0, "selector_weight")
+        self.check_least(1, "num_layers", "blocks_per_row", "conv_group_size", "selector_top_k")
+        self.check_least(0, "markov_rank", "mask_token_id", "confidence_weight", "selector_rank")
+        self.check_least(0, "selector_weight", "lattice_layers")
+        self.check_least(1, "lattice_size", "lattice_heads", "lattice_mlp_ratio")
         num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
         if self.sliding_window is not None and self.sliding_window < num_slots:
             raise BadInput(f"sliding_window {self.sliding_window}: expected at least the {num_slots} slots of a block")
-        if self.narrow_share > 1:
-            raise BadInput(f"narrow_share {self.narrow_share}: expected at most 1")
         if self.selector_rank and (self.markov_rank or self.confidence):
             raise BadInput(
                 "selector_rank: not together with markov_rank or confidence: both choose by the token before"
             )
+        if self.lattice_layers and not self.selector_rank:
+            raise BadInput(f"lattice_layers {self.lattice_layers}: needs selector_rank, by which they score pairs")
+        if self.lattice_size % self.lattice_heads:
+            raise BadInput(f"lattice_heads {self.lattice_heads}: does not divide lattice_size {self.lattice_size}")
         if self.output not in ("own", "shared"):
             raise BadInput(f"output {self.output!r}: expected own or shared")
         if self.draft_vocab_size is not None and self.output == "shared":
             raise BadInput("draft_vocab_size: the shared output layer drafts the whole vocabulary; set output: own")
 
+    @property
+    def is_fitted(self) -> bool:
+        return self.start == "fitted"
+
     def resolved(self, target: Target) -> "BlockConfig":
-        layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
+        layers = self.feature_layers
+        if layers is None:
+            layers = target.nearest_passed(default_feature_layers(target.num_layers))
         return replace(self, feature_layers=layers, mask_token_id=mask_token_of(target, self.mask_token_id))
 
 
@@ -84,17 +101,17 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return sorted({round(2 + i * (num_layers - 4) / 4) for i in range(5)})
 
 
-class BlockNetwork(DraftHead):
+class BlockNetwork(Windowed, DraftHead):
     """Layers that fill the slots of blocks, and the heads that make a draft depend on the token before it."""
 
-    config_class = BlockConfig
+    config_class, title = BlockConfig, "block head"
     has_one_output = True
 
     def __init__(self, config: BlockConfig, target: Target, draft_token_ids: Tensor | None = None):
         config = config.resolved(target)
         super().__init__(config, target, draft_token_ids)
         self.config: BlockConfig = config
-        self.mask_token = cast(int, config.mask_token_id)
+        self.mask_token, self.window = cast(int, config.mask_token_id), config.sliding_window
         self.max_draft_tokens = self.default_draft_tokens = config.num_depths
         self.first_slot = 0 if config.sample_from_anchor else 1  # the one that drafts depth 0
         self.llama = llama_config(target.config, config.architecture)
@@ -104,27 +121,40 @@ class BlockNetwork(DraftHead):
         group = config.conv_group_size
         if group is not None and size % group:
             raise BadInput(f"head.conv_group_size {group}: does not divide the hidden size {size}")
-        how: dict[str, Any] = {"has_head_norms": config.has_head_norms, "conv_group_size": group}
-        self.layers = nn.ModuleList(BlockLayer(self.llama, **how) for _ in range(config.num_layers))
+        layer = partial(BlockLayer, self.llama, has_head_norms=config.has_head_norms, conv_group_size=group)
+        self.layers = nn.ModuleList(layer() for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(self.llama)
         rank = config.markov_rank
         self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
-        self.candidate_selector = None
-        if rank := config.selector_rank:
+        self.candidate_selector = self.lilicorr = None
+        top_k = min(config.selector_top_k, self.num_drafted)
+        if config.lattice_layers:
+            how = {"eps": eps, "embed": target.embed, "to_target": self.to_target}
+            self.lilicorr = CandidateLattice(lattice_sizes(config, top_k), size, **how)
+        elif rank := config.selector_rank:
             sizes = target.vocab_size, self.num_drafted, size
-            self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=config.selector_top_k)
+            self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=top_k)
         with torch.no_grad():
             self.norm.weight.copy_(target.final_norm_scale())
             if config.output == "own":
                 self.lm_head = nn.Linear(size, self.num_drafted, bias=False)
                 self.lm_head.weight.copy_(output_layer_rows(target.output_layer, self.vocabulary)["weight"])
 
+    def vocabulary_matrices(self) -> list[Tensor]:
+        """Those over the drafted vocabulary. Where that is cut, first factors, which are over the target's, stay with
+        Muon: they learn faster so (docs/log/training_losses.md)."""
+        markov, selector = self.markov_head, self.candidate_selector
+        of_markov = [] if markov is None else [markov.markov_w2.weight]  # markov_w1 is an embedding
+        of_selector = [] if selector is None else [selector.predecessor_codebook, selector.successor_codebook]
+        found = [*super().vocabulary_matrices(), *of_markov, *of_selector]
+        return [matrix for matrix in found if self.num_drafted in matrix.shape]
+
     @property
-    def pairs(self) -> MarkovHead | CandidateSelector | None:
-        """What makes a draft depend on the token before it."""
-        return self.markov_head or self.candidate_selector
+    def chooser(self) -> Chooser[Any] | None:
+        """What chooses drafts among the most probable tokens of each slot."""
+        return self.candidate_selector or self.lilicorr
 
     @property
     def decoder_layers(self) -> list[BlockLayer]:
@@ -144,12 +174,18 @@ class BlockNetwork(DraftHead):
         return (self.target.output_layer if self.config.output == "shared" else self.lm_head).weight
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
-        every, config = super().training_starts(loss_mask), self.config
-        return drawn_starts(every, most=config.num_blocks, narrow_share=config.narrow_share)
+        return drawn_starts(super().training_starts(loss_mask), most=self.config.blocks_per_row)
 
     def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
-        num_positions = num_chains * (num_depths + self.first_slot) * self.config.num_layers
-        return layer_bytes(self.llama, num_positions=num_positions, itemsize=itemsize)
+        config, lattice = self.config, self.lilicorr
+        num_positions = num_chains * (num_depths + self.first_slot) * config.num_layers
+        of_layers = layer_bytes(self.llama, num_positions=num_positions, itemsize=itemsize)
+        if lattice is None:
+            return of_layers
+        num_candidates = num_chains * num_depths * lattice.top_k
+        channels = (12 + 2 * config.lattice_mlp_ratio) * config.lattice_size + 2 * config.selector_rank
+        scores = 2 * config.lattice_heads * num_depths * lattice.top_k
+        return of_layers + int(num_candidates * (1 + config.lattice_layers) * (channels + scores) * itemsize)
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         num_slots = starts.num_depths + self.first_slot
@@ -160,41 +196,77 @@ class BlockNetwork(DraftHead):
         positions = 1 + starts.take(batch.positions)[:, None] + offsets[:, None]  # [B, W, S]
         hidden = self.slots(starts.take(batch.input_ids, offset=1), starts.num_depths)  # [B, W * S, D]
         of_slots = self.rotary(positions.flatten(1), like=context, num_positions=limit)  # autocast may have 16 bits
-        sees_slots = None if starts.widths is None else offsets < starts.widths[..., None] + self.first_slot
-        sight, num_blocks = batch.sight(starts, window=self.config.sliding_window), starts.positions.shape[1]
+        sight, num_blocks = batch.sight(starts, window=self.window), starts.positions.shape[1]
 
         def mixed(layer: BlockLayer, hidden: Tensor, context: Tensor) -> Tensor:
             keys_values = layer.self_attn.keys_values(context, of_context)
-            attend = partial(attend_blocks, context=keys_values, sight=sight, sees_slots=sees_slots)
+            attend = partial(attend_blocks, context=keys_values, sight=sight)
             return layer.mixed(hidden, of_slots, attend, num_blocks=num_blocks)
 
         run = self.runner(starts, like=context)  # of half a layer at a time
         for layer in self.decoder_layers:
             hidden = run(layer.fed_forward, run(mixed, layer, hidden, context), num_blocks=num_blocks)
         hidden = self.norm(hidden).unflatten(1, (num_slots, -1))  # [B, W, S, D]
-        for depth in range(starts.num_depths):
-            before = starts.take(batch.input_ids, offset=depth + 1)
-            yield with_previous(hidden[:, depth + self.first_slot], self.pairs, before)
+        before = [starts.take(batch.input_ids, offset=depth + 1) for depth in range(starts.num_depths)]  # [B, S] each
+        hidden, pairs = hidden[:, self.first_slot :], self.markov_head or self.candidate_selector
+        choices = None
+        if self.lilicorr is not None:
+            choices = self.choices(hidden, torch.stack(before, 1), starts.take(context), starts)
+        for depth, tokens in enumerate(before):
+            states = with_previous(hidden[:, depth], pairs, tokens)
+            yield states if choices is None else torch.cat([states, choices[:, depth]], -1)
+
+    def choices(self, hidden: Tensor, before: Tensor, context: Tensor, starts: ChainStarts) -> Tensor:
+        """[B, K, S, 2 * top_k] fp32: the lattice's logits of each slot's candidates, and their draft ids.
+
+        Args: hidden: [B, K, S, D] the slots' states. before: [B, K, S] the tokens before them. context: [B, S, D] the
+        target's fused features where the chains start.
+        """
+        lattice, shape = cast(CandidateLattice, self.lilicorr), before.shape
+
+        def chosen(states: Tensor, tokens: Tensor, context: Tensor) -> Tensor:
+            with torch.no_grad():
+                ids, log_probs = lattice.most_probable(self._output(states))
+            read = lattice.read(states, ids, log_probs, anchors=tokens[:, 0], context=context)
+            return torch.cat([read.scores(tokens), ids.float()], -1)  # [n, K, 2 * top_k]
+
+        size, run = chunk_size(shape[1] * self.num_drafted, hidden.device), self.runner(starts, like=hidden)
+        blocks = [x.transpose(1, 2).flatten(0, 1).split(size) for x in (hidden, before)]
+        parts = [run(chosen, *some) for some in zip(*blocks, context.flatten(0, 1).split(size), strict=True)]
+        return torch.cat(parts).unflatten(0, (shape[0], -1)).transpose(1, 2)
 
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         return hidden[..., : self.target.hidden_size]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         logits = self.slot_logits(hidden)
-        if self.candidate_selector is None:
+        if self.chooser is None:
             return logits
-        unary, ids = logits.topk(self.candidate_selector.top_k, -1)
-        return only(self.select(hidden, unary, ids), ids, self.num_drafted)
+        ids = self.candidates(hidden, logits)
+        return only(self.select(hidden, logits.gather(-1, ids), ids), ids, self.num_drafted)
+
+    def parts(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What `unroll` yields of slots, apart: states [..., D], the token before as read, the lattice's choice."""
+        num_chosen = 2 * self.lilicorr.top_k if self.lilicorr is not None else 0
+        return hidden.tensor_split([self.target.hidden_size, hidden.shape[-1] - num_chosen], -1)
 
     def slot_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D + rank] -> [..., Vd] with the Markov head's term, before the selector's choice."""
-        states, before = hidden.tensor_split([self.target.hidden_size], -1)
+        """What `unroll` yields -> [..., Vd] with the Markov head's term, before a choice among candidates."""
+        states, before, _ = self.parts(hidden)
         logits = self._output(states)
         return logits if self.markov_head is None else logits + self.markov_head.markov_w2(before)
 
+    def candidates(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """[..., top_k] draft ids of the tokens among which drafting chooses, of what `unroll` yields and its logits."""
+        if self.lilicorr is not None:
+            return self.parts(hidden)[2][..., self.lilicorr.top_k :].long()
+        return logits.topk(cast(CandidateSelector, self.candidate_selector).top_k, -1).indices
+
     def select(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> Tensor:
-        """[..., top_k] the candidates' logits of [..., D + rank]."""
-        states, before = hidden.tensor_split([self.target.hidden_size], -1)
+        """[..., top_k] the candidates' logits by which drafting chooses."""
+        states, before, choice = self.parts(hidden)
+        if self.lilicorr is not None:
+            return choice[..., : self.lilicorr.top_k]
         return cast(CandidateSelector, self.candidate_selector).read(states, unary, ids).scores(before)
 
     def loss_spec(self, depth: int) -> LossSpec:
@@ -202,9 +274,9 @@ class BlockNetwork(DraftHead):
         if self.confidence_head is not None:
             mix = {**spec.mix, "confidence": config.confidence_weight}
             spec = replace(spec, mix=mix, confidence=self.confidence_head)
-        if self.candidate_selector is not None:
+        if self.chooser is not None:
             mix = {**spec.mix, "selection": config.selector_weight}
-            spec = replace(spec, mix=mix, select=self.select, num_candidates=self.candidate_selector.top_k)
+            spec = replace(spec, mix=mix, select=self.select, candidates=self.candidates)
         return spec
 
     def taught_confidence(self, batch: DraftBatch, starts: ChainStarts) -> Tensor | None:
@@ -218,3 +290,17 @@ class BlockNetwork(DraftHead):
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
+
+
+def lattice_sizes(config: BlockConfig, top_k: int) -> LatticeSizes:
+    """The sizes of the lattice that a config asks for."""
+    return LatticeSizes(
+        num_slots=config.num_depths,
+        top_k=top_k,
+        rank=config.selector_rank,
+        num_layers=config.lattice_layers,
+        size=config.lattice_size,
+        num_heads=config.lattice_heads,
+        mlp_ratio=config.lattice_mlp_ratio,
+        scale=config.lattice_scale,
+    )

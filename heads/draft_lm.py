@@ -5,7 +5,7 @@ training, depth k of a chain that starts at t is scored at position t + 1 + k, a
 decoding it reads x_0..x_{t+1}. A `Reading` from position p has x_p, x_{p+1}, ...; x_p was read before, and reading it
 again writes the same values to slot p, so that all rounds have the same shape.
 
-With `parallel` (PARD) all depths of a chain are drafted in one pass, with mask tokens behind x_{t+1}: nn/parallel.py.
+With `parallel` (PARD) all depths of a chain are drafted in one pass, with mask tokens behind x_{t+1}: parallel.py.
 
 It is saved as a plain Hugging Face model, which any engine serves as a draft model.
 """
@@ -20,20 +20,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..configs.errors import BadInput, first_line
-from ..configs.files import LocalPath
-from .adapters import add_adapters
+from ..base.errors import BadInput, first_line
+from ..base.files import LocalPath
+from ..targets.caches.cache import SlotCache, newest_slots, seen_by_children
+from ..targets.caches.state_cache import StateCache
+from ..targets.prompts import read_prompts
+from ..targets.same_vocabulary import check_vocabulary
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead
-from .decoders.cache import SlotCache, newest_slots, seen_by_children
-from .decoders.state_cache import StateCache
-from .drafter import Reading
-from .drafting import Proposal
-from .export.draft_lm import DraftLMServing
-from .nn.parallel import ParallelConfig, last_and_behind, with_masks, with_masks_behind
+from .drafting.drafter import Reading
+from .drafting.trees import Proposal
+from .parallel import ParallelConfig, last_and_behind, with_masks, with_masks_behind
 from .start.closed_form import copy_layers, scale_norm
-from .target import Target
-from .targets.prompts import read_prompts
-from .targets.same_vocabulary import check_vocabulary
 
 
 @dataclass(kw_only=True)
@@ -48,9 +46,6 @@ class DraftLMConfig(ParallelConfig):
     num_layers: int = 2  # of a new model
     hidden_size: int | None = None  # of a new model; None: the target's
     intermediate_size: int | None = None  # of a new model; None: in proportion to the target's
-    # above 0: train low-rank adapters on all linear layers except the output layer (Hu et al. 2022), merged when saved
-    lora_rank: int = 0
-    lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
     architecture: dict[str, Any] | None = None  # the model's Hugging Face config; set in saved heads
 
     @property
@@ -63,10 +58,6 @@ class DraftLMConfig(ParallelConfig):
             raise BadInput("draft_vocab_size: draft_lm drafts the target's whole vocabulary")
         if self.feature_layers:
             raise BadInput("feature_layers: draft_lm reads tokens only")
-        if self.lora_rank < 0:
-            raise BadInput(f"lora_rank {self.lora_rank}: expected 0, for none, or more")
-        if self.lora_rank and self.path is None:
-            raise BadInput(f"lora_rank {self.lora_rank}: adapters need a trained model, so head.path is required")
 
 
 @dataclass
@@ -85,25 +76,17 @@ class DraftLMState:
 class DraftLMHead(DraftHead):
     """A causal language model, registered module by module so that its tensors keep Hugging Face's names."""
 
-    config_class = DraftLMConfig
-    serving = DraftLMServing()
+    config_class, title = DraftLMConfig, "draft model"
     has_one_output = True
 
     def __init__(self, config: DraftLMConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.reads_post_norm = False
         model = build_model(config, target)
-        self.reader = Target(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
-        is_new = config.path is None and config.architecture is None
-        if is_new and self.reader.is_repeated and self.reader.num_layers != config.num_layers:
-            what = f"layers that run several times, {self.reader.num_layers} in all: no smaller model of it is known"
-            raise BadInput(f"head.num_layers {config.num_layers}: {target.name} has {what}")
+        self.reader = Target.of(model, name=config.path or "draft_lm", fingerprint="")  # reads the model over a cache
         architecture = json.loads(model.config.to_json_string(use_diff=False))
-        if config.lora_rank and config.architecture is None:
-            rank, alpha = config.lora_rank, config.lora_alpha
-            add_adapters(model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.lora_rank")
-        else:
-            model.requires_grad_(True)
+        architecture.pop("quantization_config", None)  # the target's, or that of `path`: these weights are plain
+        model.requires_grad_(True)
         self.mask_token = config.mask_token(target)
         self.drafts_trees = self.reader.decodes_trees
         if config.parallel:
@@ -111,8 +94,7 @@ class DraftLMHead(DraftHead):
         self.config: DraftLMConfig = replace(config, architecture=architecture, mask_token_id=self.mask_token)
         for name, module in model.named_children():
             self.add_module(name, module)
-        mixes = [config.loss, *(config.loss_by_depth or ())]
-        if self.reader.hidden_size != target.hidden_size and any("feature" in mix for mix in mixes):
+        if self.reader.hidden_size != target.hidden_size and "feature" in config.loss:
             sizes = f"{self.reader.hidden_size} against {target.hidden_size}"
             raise BadInput(f"head.loss.feature: the draft model's states have another size than the target's: {sizes}")
 
@@ -140,6 +122,9 @@ class DraftLMHead(DraftHead):
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         return self.config.drawn(super().training_starts(loss_mask))
 
+    def vocabulary_matrices(self) -> list[Tensor]:
+        return [*super().vocabulary_matrices(), self.reader.output_layer.weight]
+
     def scale_outputs(self, factors: Sequence[float]) -> None:
         norm = self.reader.final_norm
         if norm is not None and self.config.path is None:
@@ -147,15 +132,22 @@ class DraftLMHead(DraftHead):
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         if self.mask_token is not None:
-            ids, apart, where = with_masks(batch.input_ids, batch.documents, starts, mask_token=self.mask_token)
-            hidden = self.reader.forward(ids, documents=apart).post_norm  # [B, T + M, D]
-            rows = torch.arange(len(ids), device=ids.device)[:, None]
-            for depth in range(starts.num_depths):
-                yield hidden[rows, where[..., depth]]
+            # all chains have many times the mask tokens of those that a step draws
+            size = len(batch.input_ids) if starts.has_gaps else 1
+            rows = zip(*(x.split(size) for x in (batch.input_ids, starts.positions, starts.valid)), strict=True)
+            parts = [self._behind_masks(ids, ChainStarts(*chains)) for ids, *chains in rows]
+            yield from torch.cat(parts).unbind(2)
             return
-        hidden = self.reader.forward(batch.input_ids, documents=batch.documents).post_norm  # [B, T, D]
+        hidden = self.reader.forward(batch.input_ids).post_norm  # [B, T, D]
         for depth in range(starts.num_depths):
             yield starts.take(hidden, offset=depth + 1)
+
+    def _behind_masks(self, input_ids: Tensor, starts: ChainStarts) -> Tensor:
+        """[B, S, K, D] the states that draft each depth of chains, of rows [B, T] with mask tokens behind them."""
+        assert self.mask_token is not None
+        ids, apart, where = with_masks(input_ids, starts, mask_token=self.mask_token)
+        hidden = self.reader.forward(ids, documents=apart).post_norm  # [B, T + M, D]
+        return hidden[torch.arange(len(ids), device=ids.device)[:, None, None], where]
 
     def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.reader.logits(hidden)
@@ -169,9 +161,8 @@ class DraftLMHead(DraftHead):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftLMState, read: Reading, *, most: int) -> None:
-        has_states = isinstance(state.cache, StateCache)
-        if has_states or self.reader.row_rotary is not None:  # which need to know where a prompt ends
-            num = read.num_valid - int(has_states)  # the first round reads the last token, from the states before it
+        if isinstance(state.cache, StateCache):  # which needs to know where a prompt ends
+            num = read.num_valid - 1  # the first round reads the last token, from the states before it
             read_prompts(self.reader, read.tokens, num.clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
@@ -224,8 +215,7 @@ class DraftLMHead(DraftHead):
         sees = state.position, state.seen
         mask = partial(state.cache.tree_mask, positions, *sees, dtype=self.reader.dtype, drafted=state.drafted)
         places = state.cache.places(state.position, state.drafted)
-        with self.reader.by_length(state.position + 1):
-            return self.reader.read_slots(tokens, positions, state.cache, mask, None, places=places)
+        return self.reader.read_slots(tokens, positions, state.cache, mask, places=places)
 
     def _tied(self) -> set[str]:
         """Second names of parameters that are registered under two."""
@@ -283,5 +273,5 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
         if ours.weight.shape == theirs.weight.shape:
             ours.load_state_dict(theirs.state_dict())
     if size == target.hidden_size:
-        copy_layers(Target(model, name="draft_lm", fingerprint=""), target)
+        copy_layers(Target.of(model, name="draft_lm", fingerprint=""), target)
     return model

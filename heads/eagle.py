@@ -22,15 +22,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
+from ..targets.layers.rotary import Rotary
+from ..targets.layers.target_output import TargetOutput
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, HeadConfig
-from .export.eagle import EagleServing
 from .loss.chains import chain_starts
-from .nn.layers import Rotary, llama_config, serving_keys
-from .nn.target_output import TargetOutput
+from .nn.layers import llama_config, serving_keys
 from .recurrent import LlamaLayer, RecurrentHead
 from .start.closed_form import FITTED_DEPTHS, linear_map
-from .target import Target
 
 
 @dataclass(kw_only=True)
@@ -60,8 +60,7 @@ class EagleConfig(HeadConfig):
 class EagleHead(RecurrentHead):
     """EAGLE with the tensor names that vLLM and SGLang load: fc, layers.{i}.*; no embedding, norm or lm_head."""
 
-    config_class = EagleConfig
-    serving = EagleServing()
+    config_class, title = EagleConfig, "EAGLE"
 
     def __init__(self, config: EagleConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)

@@ -8,7 +8,7 @@ Training-time test (section 3.2): each chain start t is unrolled num_depths time
 How chains are unrolled and drafted is in recurrent.py, which EAGLE shares.
 
 With `parallel` (P-EAGLE) depths k > 0 read a mask token and a learned state instead of the previous depth's token and
-output, so that one forward drafts all depths, see nn/parallel.py.
+output, so that one forward drafts all depths, see parallel.py.
 
 Served conventions (vLLM 0.32, SGLang 0.5): embedding first in the concatenation, positions from 0 (x_{t+1} at rotary
 position t), drafted hidden states fed back before the output norm (after it with norm_output, EAGLE 3.1), features in
@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
+from ..targets.cpu.chains import CpuChains
+from ..targets.cpu.products import is_multiplied
+from ..targets.layers.rotary import Rotary
+from ..targets.layers.target_output import TargetOutput
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch
-from .decoders.cpu.chains import CpuChains
-from .decoders.cpu.products import is_multiplied
-from .drafter import Reading
-from .drafting import Proposal
-from .export.eagle3 import Eagle3Serving
+from .drafting.drafter import Reading
+from .drafting.trees import Proposal
 from .loss.functions import output_layer_rows
-from .nn.layers import Attention, RMSNorm, Rotary, llama_config, serving_keys, window_keys
-from .nn.parallel import ParallelConfig, last_and_behind, with_masks_behind
-from .nn.target_output import TargetOutput
-from .recurrent import LlamaLayer, RecurrentHead, RecurrentState
+from .nn.layers import Attention, RMSNorm, llama_config, serving_keys, window_keys
+from .parallel import ParallelConfig, last_and_behind, with_masks_behind
+from .recurrent import ChainState, LlamaLayer, RecurrentHead
 from .start.closed_form import OUTPUT_GAIN
 from .start.eagle3 import fit_start
-from .target import Target
 
 
 @dataclass(kw_only=True)
@@ -58,8 +58,8 @@ class Eagle3Config(ParallelConfig):
     # state (the speculators library; SGLang does not serve it)
     norm_before_residual: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
-    # initial weights of the first layer. fitted: by regression on the first rows of training. None: fitted if possible,
-    # else random with logits scaled down where needed
+    # initial weights of the first layer. fitted: by regression on the first rows of training, if these are enough.
+    # None: fitted if possible. The logits of all are scaled down where needed
     start: Literal["random", "fitted"] | None = None
 
     def __post_init__(self) -> None:
@@ -76,8 +76,14 @@ class Eagle3Config(ParallelConfig):
         more_norms = self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.norm_output
         return not (self.num_layers > 1 or self.parallel or more_norms)
 
+    @property
+    def is_fitted(self) -> bool:
+        return self.start != "random" and self.can_be_fitted
+
     def resolved(self, target: Target) -> "Eagle3Config":
-        layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
+        layers = self.feature_layers
+        if layers is None:
+            layers = target.nearest_passed(default_feature_layers(target.num_layers))
         return replace(self, feature_layers=layers, mask_token_id=self.mask_token(target))
 
 
@@ -118,8 +124,7 @@ class Eagle3Head(RecurrentHead):
     """EAGLE-3 with the tensor names that vLLM, SGLang and TensorRT-LLM load: fc, midlayer.*, norm, lm_head; with
     several layers layers.{i}.*; with fc_norm, fc_norm.{i}; with norm_before_fc, input_norm."""
 
-    config_class = Eagle3Config
-    serving = Eagle3Serving()
+    config_class, title = Eagle3Config, "EAGLE-3"
     chains: CpuChains | None = None  # for drafting chains in bf16 on a CPU
 
     def __init__(self, config: Eagle3Config, target: Target, draft_token_ids: Tensor | None = None):
@@ -158,18 +163,19 @@ class Eagle3Head(RecurrentHead):
         return "eagle3" if self.mask_token is None else "p-eagle"
 
     @torch.no_grad()
-    def fit(self, batches: Sequence[DraftBatch]) -> None:
-        how = self.config.start
-        if how == "fitted" or (how is None and self.config.can_be_fitted):
-            device = self.fc.weight.device
-            fit_start(self.cpu(), batches)
-            self.to(device)
+    def fit(self, batches: Sequence[DraftBatch]) -> str | None:
+        if not self.config.is_fitted:
+            return None
+        device = self.fc.weight.device
+        lacking = fit_start(self.cpu(), batches)
+        self.to(device)
+        return lacking
 
     def input_scales(self) -> dict[str, Tensor]:
         return {} if self.feature_sizes is None else {"fc.weight": 1 / self.feature_sizes}
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
-        if self.config.start in (None, "fitted") and factors[0] < 1:
+        if factors[0] < 1:
             self.norm.weight.mul_(OUTPUT_GAIN)
             self.lm_head.weight.mul_(factors[0] / OUTPUT_GAIN)
 
@@ -232,7 +238,7 @@ class Eagle3Head(RecurrentHead):
         return tokens if self.mask_token is None else torch.full_like(tokens, self.mask_token)
 
     @torch.no_grad()
-    def commit(self, state: RecurrentState, read: Reading) -> None:
+    def commit(self, state: ChainState, read: Reading) -> None:
         if self.mask_token is None:
             super().commit(state, read)
             return
@@ -249,7 +255,7 @@ class Eagle3Head(RecurrentHead):
         state.hidden = last_and_behind(out, read.last, self.num_depths)  # [B, K, D]
 
     @torch.no_grad()
-    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+    def expand(self, state: ChainState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
         if self.mask_token is None:
             return super().expand(state, tokens, parents, depth=depth)
         return self.draft_logits(state.hidden[:, depth : depth + 1], depth).expand(-1, tokens.shape[1], -1)
@@ -274,7 +280,7 @@ class Eagle3Head(RecurrentHead):
         )
 
     @torch.no_grad()
-    def propose(self, state: RecurrentState, *, num_draft_tokens: int) -> Proposal:
+    def propose(self, state: ChainState, *, num_draft_tokens: int) -> Proposal:
         chains = self.chains
         if chains is None or not chains.layers.is_for(state.hidden):
             return super().propose(state, num_draft_tokens=num_draft_tokens)

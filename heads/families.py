@@ -3,23 +3,20 @@
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
+from ..targets.target import Target
 from .base import DraftHead, HeadConfig
 from .block import BlockHead
 from .draft_lm import DraftLMHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
-from .export.serving import Serving
-from .hydra import HydraHead
 from .medusa import MedusaHead
 from .mtp import MtpHead
-from .target import Target
 
 HEADS: dict[str, type[DraftHead]] = {
     "medusa": MedusaHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
-    "hydra": HydraHead,
     "mtp": MtpHead,
     "draft_lm": DraftLMHead,
     "block": BlockHead,
@@ -31,11 +28,6 @@ def head_class(name: str) -> type[DraftHead]:
     if name not in HEADS:
         raise BadInput(f"head.type: {name!r}: expected one of {', '.join(HEADS)}")
     return HEADS[name]
-
-
-def served_families() -> dict[str, Serving]:
-    """What each family that an engine loads says about it."""
-    return {name: family.serving for name, family in HEADS.items() if family.serving is not None}
 
 
 def build_head(

@@ -3,133 +3,32 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..configs.errors import BadInput
-from .adapters import TargetAdapter
+from ..base.errors import BadInput
+from ..targets.adapters import TargetAdapter
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
-from .drafter import Reading
-from .export.medusa import MedusaServing
+from .drafting.drafter import Reading
 from .loss.chains import chain_starts, mean_of
 from .loss.chunked import chunk_size, summed_loss
 from .loss.functions import LossSpec, output_layer_rows
 from .start.closed_form import linear_map
-from .target import Target
 
 
 @dataclass(kw_only=True)
-class BlocksConfig(HeadConfig):
-    """The keys that Medusa and Hydra share."""
-
-    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
-    num_blocks: int = 1  # residual blocks per head
-    # own: an output layer per head, at first a copy of the target's (its drafted rows); shared: the target's, frozen
-    output: str = "own"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.output not in ("own", "shared"):
-            raise BadInput(f"output {self.output!r}: expected own or shared")
-        self.check_least(1, "num_blocks")
-        if self.feature_layers:
-            raise BadInput(f"feature_layers: {self.type} reads the state after the final norm only")
-
-
-class ResidualBlock(nn.Module):
-    """skip(x) + silu(W x + b); the skip is linear if in_size differs from size, else the identity (eq. 1).
-
-    [..., in_size] -> [..., size]. A new block returns the first `size` channels of its input.
-    """
-
-    def __init__(self, size: int, *, in_size: int | None = None):
-        super().__init__()
-        in_size = in_size or size
-        self.linear = nn.Linear(in_size, size)
-        for parameter in self.linear.parameters():
-            nn.init.zeros_(parameter)
-        self.skip: nn.Module = nn.Identity()
-        if in_size != size:
-            self.skip = nn.Linear(in_size, size)
-            nn.init.eye_(self.skip.weight)
-            nn.init.zeros_(self.skip.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip(x) + F.silu(self.linear(x))
-
-
-class BlocksHead(DraftHead):
-    """Residual blocks for each depth, followed by an output layer of its own or the target's."""
-
-    default_draft_tokens = 4
-
-    def __init__(self, config: BlocksConfig, target: Target, draft_token_ids: Tensor | None = None):
-        super().__init__(config, target, draft_token_ids)
-        self.max_draft_tokens = config.num_depths
-        self.has_one_output = config.output == "shared"
-
-    def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        """For each depth, the input of its blocks [B, S, in]."""
-        raise NotImplementedError
-
-    def blocks_of(self, depth: int) -> nn.Module:
-        """The residual blocks of a depth."""
-        raise NotImplementedError
-
-    def output_of(self, depth: int) -> nn.Module:
-        """The output layer of a depth, where each has its own."""
-        raise NotImplementedError
-
-    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        for depth, x in enumerate(self.inputs(batch, starts)):
-            yield self.blocks_of(depth)(x)
-
-    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.restricted_logits(hidden) if self.has_one_output else self.output_of(depth)(hidden)
-
-    def set_map(self, depth: int, weight: Tensor) -> None:
-        """Initialise a depth so that its logits are those of the target's output layer on inputs @ weight [in, D]."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def fit(self, batches: Sequence[DraftBatch]) -> None:
-        """For each depth, fit a linear map from its input to the target's state that predicts the drafted token."""
-        for depth in range(self.num_depths):
-            reads, wanted = list[Tensor](), list[Tensor]()
-            for batch in batches:
-                starts = chain_starts(batch.loss_mask, self.num_depths)
-                at = starts.valid[..., depth]
-                reads.append(next(islice(self.inputs(batch, starts), depth, None))[at])
-                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
-            weight = linear_map(torch.cat(reads), torch.cat(wanted))
-            if weight is not None:
-                self.set_map(depth, weight)
-
-    def new_output_layer(self) -> nn.Linear:
-        """A trainable copy of the drafted rows of the target's output layer."""
-        source = output_layer_rows(self.target.output_layer, self.vocabulary)
-        layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
-        layer.load_state_dict(source)
-        return layer
-
-    @property
-    def _weight(self) -> Tensor:
-        return next(self.blocks_of(0).parameters())
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self._weight.dtype)
-
-
-@dataclass(kw_only=True)
-class MedusaConfig(BlocksConfig):
+class MedusaConfig(HeadConfig):
     """A Medusa head's keys."""
 
     type: str = "medusa"
-    loss_eta: float = 10.0
+    loss: dict[str, float] = field(default_factory=lambda: {"hard_ce": 1.0})
+    num_residual_blocks: int = 1  # per head
+    # own: an output layer per head, at first a copy of the target's (its drafted rows); shared: the target's, frozen
+    output: str = "own"
     # above 0: Medusa-2. Low-rank adapters on the target's linear layers train with the heads, and the adapted target is
     # the one whose text is drafted and verified
     target_lora_rank: int = 0
@@ -146,11 +45,29 @@ class MedusaConfig(BlocksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.output not in ("own", "shared"):
+            raise BadInput(f"output {self.output!r}: expected own or shared")
+        if self.feature_layers:
+            raise BadInput(f"feature_layers: {self.type} reads the state after the final norm only")
+        self.check_least(1, "num_residual_blocks")
         self.check_least(0, "target_lora_rank", "target_warmup_steps")
         for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise BadInput(f"{name} {value}: expected more than 0")
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b) of states [..., D] (eq. 1). A new block is the identity."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        for parameter in self.linear.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
 
 
 @dataclass
@@ -160,22 +77,24 @@ class MedusaState:
     hidden: Tensor  # [B, D] the target's post-norm state at the last position it has read
 
 
-class MedusaHead(BlocksHead):
+class MedusaHead(DraftHead):
     """Head k reads the post-norm state h_t and predicts x_{t+2+k}; x_{t+1} comes from the target's own lm_head.
 
     Parameters are named as in the FasterDecoding layout: `{k}.{j}.linear` for block j of head k, and for own output
-    layers `{k}.{num_blocks}`.
+    layers `{k}.{num_residual_blocks}`.
     """
 
-    config_class = MedusaConfig
-    serving = MedusaServing()
+    config_class, title = MedusaConfig, "Medusa"
     reads_context = False
+    default_draft_tokens = 4
 
     def __init__(self, config: MedusaConfig, target: Target, draft_token_ids: Tensor | None = None):
         super().__init__(config, target, draft_token_ids)
         self.config: MedusaConfig = config
+        self.max_draft_tokens = config.num_depths
+        self.has_one_output = config.output == "shared"
         for k in range(config.num_depths):
-            parts: list[nn.Module] = [ResidualBlock(target.hidden_size) for _ in range(config.num_blocks)]
+            parts: list[nn.Module] = [ResidualBlock(target.hidden_size) for _ in range(config.num_residual_blocks)]
             if config.output == "own":
                 parts.append(self.new_output_layer())
             self.add_module(str(k), nn.Sequential(*parts))
@@ -190,9 +109,9 @@ class MedusaHead(BlocksHead):
             "hidden_size": self.target.hidden_size,
             "vocab_size": self.target.vocab_size,
             "num_heads": self.num_depths,
-            "num_hidden_layers": self.config.num_blocks,
+            "num_hidden_layers": self.config.num_residual_blocks,
             "medusa_num_heads": self.num_depths,
-            "medusa_num_layers": self.config.num_blocks,
+            "medusa_num_layers": self.config.num_residual_blocks,
             "medusa_fc_bias": True,
         }
 
@@ -215,20 +134,47 @@ class MedusaHead(BlocksHead):
         own = mean_of(self._target_loss(batch), counts[0])
         return replace(out, loss=own + self.config.head_weight * out.loss)
 
-    def inputs(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        yield from repeat(self._cast(starts.take(batch.output.post_norm)), starts.num_depths)
+    def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
+        states = self._cast(starts.take(batch.output.post_norm))  # [B, S, D]
+        for depth in range(starts.num_depths):
+            yield self.blocks_of(depth)(states)
+
+    def draft_logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.restricted_logits(hidden) if self.has_one_output else self.output_of(depth)(hidden)
 
     def blocks_of(self, depth: int) -> nn.Module:
-        return self._parts(depth)[: self.config.num_blocks]
+        """The residual blocks of a depth."""
+        return self._parts(depth)[: self.config.num_residual_blocks]
 
-    def output_of(self, depth: int) -> nn.Module:
-        return self._parts(depth)[-1]
+    def output_of(self, depth: int) -> nn.Linear:
+        """The output layer of a depth, where each has its own."""
+        return cast(nn.Linear, self._parts(depth)[-1])
 
-    def set_map(self, depth: int, weight: Tensor) -> None:
-        if self.config.output == "own":  # the blocks are the identity
-            layer = cast(nn.Linear, self.output_of(depth))
-            rows = output_layer_rows(self.target.output_layer, self.vocabulary)["weight"]
-            layer.weight.copy_(rows.float() @ weight.T)
+    def vocabulary_matrices(self) -> list[Tensor]:
+        return [] if self.config.output == "shared" else [self.output_of(k).weight for k in range(self.num_depths)]
+
+    @torch.no_grad()
+    def fit(self, batches: Sequence[DraftBatch]) -> None:
+        """For each depth, fit a linear map from the target's state to the one that predicts the drafted token, into its
+        own output layer; the blocks are the identity then."""
+        for depth in range(self.num_depths if self.config.output == "own" else 0):
+            reads, wanted = list[Tensor](), list[Tensor]()
+            for batch in batches:
+                starts = chain_starts(batch.loss_mask, self.num_depths)
+                at = starts.valid[..., depth]
+                reads.append(self._cast(starts.take(batch.output.post_norm))[at])
+                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
+            weight = linear_map(torch.cat(reads), torch.cat(wanted))
+            if weight is not None:
+                rows = output_layer_rows(self.target.output_layer, self.vocabulary)["weight"]
+                self.output_of(depth).weight.copy_(rows.float() @ weight.T)
+
+    def new_output_layer(self) -> nn.Linear:
+        """A trainable copy of the drafted rows of the target's output layer."""
+        source = output_layer_rows(self.target.output_layer, self.vocabulary)
+        layer = nn.Linear(self.target.hidden_size, len(source["weight"]), bias="bias" in source)
+        layer.load_state_dict(source)
+        return layer
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         """Scale each head's own output layer; a shared one cannot be scaled."""
@@ -259,7 +205,7 @@ class MedusaHead(BlocksHead):
         if self.config.self_distillation:
             # without autocast, as the adapted target's states were computed
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
-                teacher = self.target.forward(batch.input_ids, documents=batch.documents).post_norm[:, :-1]
+                teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
         spec = LossSpec(
             mix={"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0},
             draft_logits=self.target.logits,
@@ -278,3 +224,10 @@ class MedusaHead(BlocksHead):
 
     def _parts(self, k: int) -> nn.Sequential:
         return cast(nn.Sequential, self.get_submodule(str(k)))
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self.blocks_of(0).parameters())
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self._weight.dtype)

@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..targets.caches.attention import grouped_attention
+from ..targets.caches.cache import SlotCache, newest_slots, seen_by_children
+from ..targets.cpu.decoder import CpuLayers
+from ..targets.cpu.packing import pack_linears
+from ..targets.cpu.products import TILE
+from ..targets.layers.rotary import Rotary
+from ..targets.layers.target_output import TargetOutput
 from .base import ChainStarts, DraftBatch, DraftHead
-from .decoders.attention import grouped_attention
-from .decoders.cache import SlotCache, newest_slots, seen_by_children
-from .decoders.cpu.decoder import CpuLayers
-from .decoders.cpu.products import TILE, pack_linears
-from .drafter import Reading
+from .drafting.drafter import Reading
+from .drafting.windowed import Windowed
+from .loss.sight import Sight
 from .nn.chain_attention import attend_chains, laid_out
 from .nn.kept import layer_bytes
-from .nn.layers import Attention, RMSNorm, Rotary
-from .nn.sight import Sight
-from .nn.target_output import TargetOutput
+from .nn.layers import Attention, RMSNorm
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Nkv, P, H] each
 
@@ -81,7 +84,7 @@ class LlamaLayer(nn.Module):
 
 
 @dataclass
-class RecurrentState:
+class ChainState:
     """The state of drafting. F: tokens of the last expansion: the last committed token, then a level of drafts."""
 
     cache: SlotCache  # keys and values of the positions read, then of drafted tokens
@@ -91,8 +94,70 @@ class RecurrentState:
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
     depths: Tensor  # [n] of these nodes, from 1 on
 
+    @classmethod
+    def of(cls, cache: SlotCache, *, batch_size: int, like: Tensor) -> "ChainState":
+        """Before anything is read. Args: like: a weight of the head."""
+        nothing = like.new_zeros(batch_size, 1, 0)
+        position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return cls(cache, cache.max_length, position, nothing, nothing.bool(), position[:0])
 
-class RecurrentHead(DraftHead):
+    def seek(self, positions: Tensor, *, in_tree: bool, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Point the cache at the slots of tokens at `positions` [B, Q], those of a tree the nodes drafted last; returns
+        their mask."""
+        if not in_tree:  # each slot is the token's position
+            self.cache.seek(positions, extent=self.extent)
+            return self.cache.mask(positions, dtype=dtype, window=window)
+        root = self.position
+        self.cache.seek(newest_slots(root, self.seen), extent=self.extent)
+        drafted = root[:, None] + self.depths
+        return self.cache.tree_mask(positions, root, self.seen, dtype=dtype, window=window, drafted=drafted)
+
+
+class OwnOutputReader(Windowed, DraftHead):
+    """A head whose depths read the token and the output of the one before."""
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """[B, Q, D] a depth's output in the form that the next depth reads."""
+        return hidden
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[B, T, D] the hidden states that depth 0 reads beside the embeddings."""
+        raise NotImplementedError
+
+    def _last_output(self, state: ChainState, read: Reading) -> Tensor:
+        """Write keys and values of all positions; returns the output at each row's last committed one [B, 1, D]."""
+        hidden = self._decode(state, read.next_tokens, self.features(read.output), read.positions)
+        return hidden[torch.arange(len(hidden), device=hidden.device), read.last][:, None]
+
+    def _decode(
+        self, state: ChainState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+    ) -> Tensor:
+        """One forward over the cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def commit(self, state: ChainState, read: Reading) -> None:
+        state.extent = read.extent or state.cache.max_length
+        state.hidden = self._last_output(state, read)  # [B, 1, D]
+        state.position = read.start + read.last
+        state.seen, state.depths = state.seen[:, :1, :0], state.depths[:0]
+
+    @torch.no_grad()
+    def first_logits(self, state: ChainState) -> Tensor:
+        return self.draft_logits(state.hidden[:, 0], 0)
+
+    @torch.no_grad()
+    def expand(self, state: ChainState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
+        positions, hidden = (state.position + depth)[:, None].expand_as(tokens), state.hidden  # [B, F]
+        if parents is not None:
+            hidden = hidden[torch.arange(len(tokens), device=tokens.device)[:, None], parents]
+            state.seen = seen_by_children(state.seen, parents)
+            state.depths = torch.cat([state.depths, torch.full_like(tokens[0], depth)])
+        state.hidden = self._decode(state, tokens, self.fed_back(hidden), positions, in_tree=parents is not None)
+        return self.draft_logits(state.hidden, depth)  # of [B, F, D]
+
+
+class RecurrentHead(OwnOutputReader):
     """Llama layers that read the target's features, and then their own output, beside the embedding of the next token.
 
     A family builds the layers and implements the methods that raise NotImplementedError here.
@@ -103,18 +168,9 @@ class RecurrentHead(DraftHead):
     llama: LlamaConfig
     rotary: Rotary
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
-    window: int | None = None  # a query sees this many positions, its own the last of them; None: all before it
 
     @property
     def decoder_layers(self) -> list[LlamaLayer]:
-        raise NotImplementedError
-
-    def features(self, output: TargetOutput) -> Tensor:
-        """[B, T, D] the hidden states that depth 0 reads beside the embeddings."""
-        raise NotImplementedError
-
-    def fed_back(self, hidden: Tensor) -> Tensor:
-        """[B, Q, D] a depth's output in the form that the next depth reads."""
         raise NotImplementedError
 
     def drafted_tokens(self, tokens: Tensor) -> Tensor:
@@ -192,66 +248,39 @@ class RecurrentHead(DraftHead):
         self.packed = CpuLayers.of(self.decoder_layers, self.llama)
         pack_linears(self, without=self.decoder_layers if self.packed else ())
 
-    def begin(self, *, batch_size: int, max_length: int) -> RecurrentState:
-        nothing = self.fc.weight.new_zeros(batch_size, 1, 0)
-        cache = SlotCache(num_layers=len(self.decoder_layers), max_length=max_length)
-        return RecurrentState(cache, max_length, nothing, nothing, nothing.bool(), nothing[0, 0].long())
+    def begin(self, *, batch_size: int, max_length: int) -> ChainState:
+        cache = self.new_cache(len(self.decoder_layers), max_length)
+        return ChainState.of(cache, batch_size=batch_size, like=self.fc.weight)
 
-    @torch.no_grad()
-    def commit(self, state: RecurrentState, read: Reading) -> None:
-        state.extent = read.extent or state.cache.max_length
-        state.hidden = self._last_output(state, read)  # [B, 1, D]
-        state.position = read.start + read.last
-        state.seen, state.depths = state.seen[:, :1, :0], state.depths[:0]
-
-    def _last_output(self, state: RecurrentState, read: Reading) -> Tensor:
-        """Write keys and values of all positions; returns the output at each row's last committed one [B, 1, D]."""
-        features, positions = self.features(read.output), read.positions  # [B, Q, D], [B, Q]
-        rows, last = torch.arange(len(positions), device=positions.device)[:, None], read.last[:, None]
+    def _last_output(self, state: ChainState, read: Reading) -> Tensor:
+        positions = read.positions  # [B, Q]
         packed = self.packed if len(self.decoder_layers) == 1 and positions.shape[1] > 2 * TILE else None
-        if packed is None or not (packed.writes and packed.is_for(features)):
-            return self._decode(state, read.next_tokens, features, positions)[rows, last]
+        if packed is None or not (packed.writes and packed.is_for(read.output.post_norm)):
+            return super()._last_output(state, read)
         # of many positions, as of a prompt, the layer's output is wanted at one alone
-        x, hidden = self.read(read.next_tokens, features)
+        rows, last = torch.arange(len(positions), device=positions.device)[:, None], read.last[:, None]
+        x, hidden = self.read(read.next_tokens, self.features(read.output))
         state.cache.seek(positions, extent=state.extent)
         tables = self.rotary.tables(state.cache.max_length, like=x)
         packed.write(self.decoder_layers[0].normalised(x), state.cache, tables, positions)
         return self._through(state, x[rows, last], hidden[rows, last], positions[rows, last])
 
-    @torch.no_grad()
-    def first_logits(self, state: RecurrentState) -> Tensor:
-        return self.draft_logits(state.hidden[:, 0], 0)
-
-    @torch.no_grad()
-    def expand(self, state: RecurrentState, tokens: Tensor, parents: Tensor | None, *, depth: int) -> Tensor:
-        positions, hidden = (state.position + depth)[:, None].expand_as(tokens), state.hidden  # [B, F]
-        if parents is not None:
-            hidden = hidden[torch.arange(len(tokens), device=tokens.device)[:, None], parents]
-            state.seen = seen_by_children(state.seen, parents)
-            state.depths = torch.cat([state.depths, torch.full_like(tokens[0], depth)])
-        state.hidden = self._decode(state, tokens, self.fed_back(hidden), positions, in_tree=parents is not None)
-        return self.draft_logits(state.hidden, depth)  # of [B, F, D]
-
     def _decode(
-        self, state: RecurrentState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+        self, state: ChainState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
-        """One forward over the cache. token_ids, positions [B, Q]; hidden [B, Q, D] -> [B, Q, D]."""
         return self._through(state, *self.read(token_ids, hidden), positions, in_tree=in_tree)
 
     def _through(
-        self, state: RecurrentState, x: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
+        self, state: ChainState, x: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         """Through the layers: what `read` gives, x [B, Q, in] and hidden [B, Q, D] -> [B, Q, D]."""
         cache, layers, packed = state.cache, self.decoder_layers, self.packed
         packed = packed if packed is not None and packed.is_for(hidden) else None
-        if in_tree:
-            cache.seek(newest_slots(state.position, state.seen), extent=state.extent)
-            root, how = state.position, {"dtype": hidden.dtype, "window": self.window}
-            mask = cache.tree_mask(positions, root, state.seen, **how, drafted=root[:, None] + state.depths)
-        else:  # each slot is the token's position
+        if packed is None or in_tree or self.window is not None:
+            mask = state.seek(positions, in_tree=in_tree, dtype=hidden.dtype, window=self.window)
+        else:
+            mask = None
             cache.seek(positions, extent=state.extent)
-            sees_all = packed is not None and self.window is None
-            mask = None if sees_all else cache.mask(positions, dtype=hidden.dtype, window=self.window)
         if packed is not None:
             tables, read = self.rotary.tables(cache.max_length, like=x), layers[0].normalised(x)
             return packed(layers[0].residual(hidden), cache, tables, positions, mask=mask, read=read)

@@ -1,29 +1,29 @@
 """The `headstart` command: prepare data, train a head, measure what it saves, export it."""
 
+import os
 import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..configs.errors import BadInput, writing_into
+from ..base.ending import ending_in_time
+from ..base.errors import BadInput, writing_into
 from .compare import compare
 from .data.data_command import data
+from .data.overrides import Overrides
 from .doctor import doctor
-from .evaluate import PanelledCommand, evaluate
+from .evaluating.evaluate import PanelledCommand, evaluate
 from .export_command import check, export
 from .heads_command import heads
-from .overrides import Overrides
 from .plan_command import plan
 from .push_command import push
-from .target_command import target
 from .unattended.commands import auto, refit
 
 # in the order of the help
-COMMANDS = "auto refit target heads data train eval compare plan export check push doctor".split()
+COMMANDS = "auto refit heads data train eval compare plan export check push doctor".split()
 
 
 class InOrder(TyperGroup):
@@ -67,12 +67,12 @@ def train(
     command continues an interrupted run from its last checkpoint. On several devices, the same run is
     `accelerate launch -m headstart.train CONFIG key=value ...`.
     """
-    from ..train.config import load_run
-    from ..train.trainer import train as run_training
+    from ..train.inputs.config import load_run
+    from ..train.trainer import train_head
 
     run = load_run(config, overrides or ())
     with writing_into(run.train.output_dir):
-        run_training(run)
+        train_head(run)
 
 
 app.command(cls=PanelledCommand)(auto)
@@ -81,7 +81,6 @@ app.command(name="eval", cls=PanelledCommand)(evaluate)
 for command in (plan, heads, compare, export, check, push, doctor):
     app.command()(command)
 app.add_typer(data, name="data")
-app.add_typer(target, name="target")
 
 
 def show_version(value: bool) -> None:
@@ -101,10 +100,10 @@ def options(
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    home = Path.home().as_posix()
-    sys.argv[1:] = [re.sub(r"^([\w.:-]+[=:])?~/", rf"\g<1>{home}/", word) for word in sys.argv[1:]]  # as a shell would
+    home = os.path.expanduser("~")  # as a shell would; "~" of a user without one
+    sys.argv[1:] = [re.sub(r"^([\w.:-]+[=:])?~/", rf"\g<1>{home}/", word) for word in sys.argv[1:]]
     try:
-        with writing_into("output"):
+        with ending_in_time(), writing_into("output"):
             app()
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)

@@ -1,22 +1,72 @@
-"""`headstart doctor`: what this machine has, and which launch configs can run on it."""
+"""`headstart doctor`: what this machine has, and which launch configs can run on it; with --target, which ways of
+training a head fit on its GPUs.
+"""
 
 import os
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
 from ..configs.loader import read_config, shipped
+from .evaluating.engine_options import EngineArgs
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+USUAL = 80e9  # bytes of a GPU, where none is here or named
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 SHARDING = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP2", "MULTI_GPU": "DDP", "NO": "one process"}
+
+
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="A YAML of configs/accelerate; else all.")] = "",
+    num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
+    target: Annotated[str, typer.Option(help="Instead: which ways of training fit this model.")] = "",
+    gpus: Annotated[
+        int, typer.Option(help="With --target: GPUs of a machine.", min=0, show_default="this one's, or 1")
+    ] = 0,
+    memory: Annotated[
+        float, typer.Option(help="With --target: GB of each.", min=0, show_default="this one's, or 80")
+    ] = 0.0,
+    engine_args: EngineArgs = "",
+) -> None:
+    """Show what this machine can launch, and what is missing; or what training for a target takes.
+
+    Prints the command that launches a run by each config, from any folder.
+
+    \b
+    Examples:
+      headstart doctor
+      headstart doctor configs/accelerate/ddp.yaml --num-processes 2
+      headstart doctor zero2 --cpu --num-processes 2
+      headstart doctor --target MODEL --gpus 8 --memory 80
+
+    With CONFIG, a file or the name of a shipped one, the exit code is 0 where it can run here and 1 where not. Of
+    several nodes, this one is checked. With --target no weights are read, and the exit code is 0 where a way fits.
+    """
+    from .training_ways import show_ways
+
+    console, machine = Console(), this_machine()
+    if target:
+        num, size = gpus or len(machine.gpus) or 1, memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=USUAL)
+        if not machine.gpus and not (gpus and memory):
+            console.print(f"no GPU here: as on {num} of {size / 1e9:.0f} GB (--gpus, --memory)")
+        can_run = show_ways(target, num_gpus=num, memory=size, engine_args=engine_args, console=console)
+    elif gpus or memory or engine_args:
+        raise BadInput("--gpus, --memory and --engine-args go with --target")
+    else:
+        paths = [find(config)] if config else shipped_configs()
+        can_run = show_launches(paths, machine, num_processes=num_processes, cpu=cpu, console=console) or not config
+    if not can_run:
+        raise typer.Exit(1)
+
+
+# What can be launched here
 
 
 @dataclass(frozen=True)
@@ -46,57 +96,26 @@ class LaunchConfig:
     use_cpu: bool
 
 
-def doctor(
-    config: Annotated[str, typer.Argument(metavar="[CONFIG]", help="A YAML of configs/accelerate; else all.")] = "",
-    num_processes: Annotated[int | None, typer.Option(help="On all nodes, instead of the config's.", min=1)] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
-    target: Annotated[str, typer.Option(help="Instead: which ways of training fit this model.")] = "",
-    gpus: Annotated[int, typer.Option(help="With --target: GPUs of a machine.", min=0, show_default="this one's")] = 0,
-    memory: Annotated[float, typer.Option(help="With --target: GB of each.", min=0, show_default="this one's")] = 0.0,
-) -> None:
-    """Show what this machine can launch, and what is missing; or what training for a target takes.
-
-    \b
-    Examples:
-      headstart doctor
-      headstart doctor configs/accelerate/ddp.yaml --num-processes 2
-      headstart doctor zero2 --cpu --num-processes 2
-      headstart doctor --target MODEL --gpus 8 --memory 80
-
-    With CONFIG, a file or the name of a shipped one, the exit code is 0 where it can run here and 1 where not. Of
-    several nodes, this one is checked. With --target no weights are read, and the exit code is 0 where a way fits.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    console, machine = Console(), this_machine()
-    if target:
-        from .ways import show_ways
-
-        num, size = gpus or len(machine.gpus), memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=0)
-        if not num or not size:
-            raise BadInput("--target: no GPU here, so --gpus and --memory say what there is")
-        if not show_ways(target, num_gpus=num, memory=size, console=console):
-            raise typer.Exit(1)
-        return
-    if gpus or memory:
-        raise BadInput("--gpus and --memory go with --target")
-    paths = [find(config)] if config else shipped_configs()
+def show_launches(
+    paths: list[Path], machine: LocalMachine, *, num_processes: int | None, cpu: bool, console: Console
+) -> bool:
+    """Print the machine, what each launch config lacks on it, and the commands; returns whether all can run."""
     console.print(facts_table(machine))
-    table, problems = Table("launch config", "what", "processes", "runs here", "missing"), []
+    table, can_run = Table("launch config", "what", "processes", "runs here", "missing"), True
     launches = [read_launch(path) for path in paths]
     for launch in launches:
         problems = missing(launch, machine, num_processes=num_processes, cpu=cpu)
         nodes = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
         processes = f"{num_processes or launch.num_processes}{nodes}"
-        table.add_row(
-            launch.path.stem, SHARDING[launch.kind], processes, "no" if problems else "yes", "\n".join(problems)
-        )
+        can_run = can_run and not problems
+        runs = "no" if problems else "yes"
+        table.add_row(launch.path.stem, SHARDING[launch.kind], processes, runs, "\n".join(problems))
     console.print(table)
+    for launch in launches:
+        console.print(f"{launch.path.stem}: {launch_command(launch)}", soft_wrap=True, highlight=False, markup=False)
     for command in filter(None, (cpu_command(launch, machine) for launch in launches)):
         console.print(f"without GPUs: {command}", soft_wrap=True, highlight=False, markup=False)
-    if config and problems:
-        raise typer.Exit(1)
+    return can_run
 
 
 def shipped_configs() -> list[Path]:
@@ -104,10 +123,10 @@ def shipped_configs() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """A launch config by path, here or in the package, or by its bare name. Raises BadInput if there is none."""
+    """The whole path of a launch config, named by a path, here or in the package, or by name. Raises BadInput."""
     for path in [Path(name), *shipped_configs()]:
         if path.is_file() and (path == Path(name) or path.stem == name or path.as_posix().endswith(f"/{name}")):
-            return path
+            return path.absolute()
     known = ", ".join(path.stem for path in shipped_configs())
     raise BadInput(f"{name}: no such launch config; shipped are {known}")
 
@@ -153,7 +172,12 @@ def cpu_command(launch: LaunchConfig, machine: LocalMachine) -> str:
     is_single = launch.kind == "NO" or launch.num_nodes > 1
     if is_single or len(machine.gpus) or missing(launch, machine, num_processes=2, cpu=True):
         return ""
-    return f"accelerate launch --config_file {quote(str(launch.path))} --num_processes 2 -m headstart.train CONFIG"
+    return launch_command(launch, "--num_processes 2 ")
+
+
+def launch_command(launch: LaunchConfig, more: str = "") -> str:
+    """What starts a run by a launch config from any folder: accelerate finds a file by its whole path alone."""
+    return f"accelerate launch --config_file {shlex.quote(str(launch.path))} {more}-m headstart.train CONFIG"
 
 
 def this_machine() -> LocalMachine:
@@ -161,7 +185,7 @@ def this_machine() -> LocalMachine:
     from torch import distributed as dist
     from torch.cuda import nccl as cuda_nccl
 
-    from ..train.provenance import version
+    from ..train.inputs.provenance import version
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -186,9 +210,7 @@ def is_shm_op_built() -> bool:
     return any(folder.glob("*.so"))
 
 
-def facts_table(machine: LocalMachine) -> "Table":
-    from rich.table import Table
-
+def facts_table(machine: LocalMachine) -> Table:
     gpus = [f"{name}, {size / 2**30:.0f} GiB" for name, size in machine.gpus]
     built = "built" if machine.shm_op else "compiled at the first start of DeepSpeed on CPUs, one to five minutes"
     facts = {

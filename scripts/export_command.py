@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
+from .evaluating.engine_options import DraftWindowText
 
 
 def export(
@@ -22,6 +23,7 @@ def export(
     llama_cpp: Annotated[
         Path | None, typer.Option(envvar="LLAMA_CPP", help="A checkout of llama.cpp, whose converter makes the files.")
     ] = None,
+    draft_window: DraftWindowText = "",
     outtype: Annotated[str, typer.Option(help="Of head.gguf: f32, f16, bf16 or q8_0; default: as --dtype.")] = "",
     target_outtype: Annotated[str, typer.Option(help="Make target.gguf too, of this type.")] = "",
 ) -> None:
@@ -36,29 +38,29 @@ def export(
 
     \b
     eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target, and llama.cpp
-    medusa          vllm (0.32 at most), hf: FasterDecoding's layout, which TGI reads
-    block           vllm, sglang, speculators, llama.cpp: DFlash and DSpark
+    medusa          vllm (0.32 at most)
+    block           vllm, sglang, speculators, llama.cpp: DFlash, DFlash2, DSpark; vllm, sglang: LiLiCorr
     mtp             vllm, sglang, hf: a copy of the target with the modules in it; llama.cpp, of some targets
     draft_lm        vllm, sglang, hf, llama.cpp: a plain model with the target's tokenizer
-    hydra           none: no engine loads it
-    answers.jsonl   llama.cpp: what it looks up, with no head at all
+    answers.jsonl   llama.cpp, sglang: what it looks up, with no head at all
 
     The folder is written whole or not at all. The command that serves it is printed. For llama.cpp it has head.gguf,
     and target.gguf where --target-outtype asks for it; without --llama-cpp the conversion is told and left to you.
     """
-    from ..heads.export.check import check_export
-    from ..heads.export.llamacpp import Conversion, serve_lines
-    from ..heads.export.write import export_head, notes, serve_commands
+    from ..engines.check import check_export
+    from ..engines.export import export_head, notes, serve_commands
+    from ..engines.llamacpp import Conversion, serve_lines
 
     if source.name.endswith((".jsonl", ".jsonl.gz")):
-        if dtype or outtype or target_outtype:
-            raise BadInput(f"{source}: answers have no --dtype, --outtype or --target-outtype")
+        if dtype or outtype or target_outtype or draft_window:
+            raise BadInput(f"{source}: answers have no --dtype, --outtype, --target-outtype or --draft-window")
         return export_answers(source, output, to=to, target=target)
     is_llamacpp = to == "llama.cpp"
     if not is_llamacpp and (outtype or target_outtype):
         raise BadInput(f"--to {to}: --outtype and --target-outtype go with --to llama.cpp")
     conversion = Conversion(llama_cpp if is_llamacpp else None, outtype or None, target_outtype or None)
-    head = export_head(source, output, to=to, target=target or None, dtype=dtype or None, conversion=conversion)
+    named = {"target": target or None, "dtype": dtype or None}
+    head = export_head(source, output, to=to, **named, conversion=conversion, window=draft_window)
     for line in notes(head):
         print(f"headstart: {line}", file=sys.stderr)
     checked = check_export(output, to=to)
@@ -76,18 +78,29 @@ def export(
 
 
 def export_answers(source: Path, output: Path, *, to: str, target: str) -> None:
-    """Answers as llama-server looks them up. Raises BadInput for engines that read no such file."""
-    from ..configs.files import new_folder
+    """Answers as llama-server or SGLang looks them up. Raises BadInput for engines that read no such file."""
+    from ..base.files import new_folder, write_text
+    from ..engines.servers.llama_server import DYNAMIC, cache_flags
+    from ..engines.sglang import CORPUS, corpus_command
     from ..eval.drafters.answers import load_answers
-    from ..eval.drafters.llamacpp_cache import DYNAMIC, cache_flags, write_cache
-    from ..heads.loading import TargetConfig, load_tokenizer
+    from ..eval.drafters.llamacpp_cache import write_cache
+    from ..targets.loading import TargetConfig, load_tokenizer
 
-    if to != "llama.cpp":
+    if to not in ("llama.cpp", "sglang"):
         hint = "; vLLM's suffix decoding learns from the answers that it gives" if to == "vllm" else ""
-        raise BadInput(f"--to {to}: reads no file of answers, only llama.cpp does{hint}")
+        raise BadInput(f"--to {to}: reads no file of answers, only llama.cpp and sglang do{hint}")
     if not target:
         raise BadInput("--target: name the target, whose tokenizer the answers are read with")
-    answers = load_answers(source, load_tokenizer(TargetConfig(path=target)))
+    tokenizer = load_tokenizer(TargetConfig(path=target))
+    answers = load_answers(source, tokenizer)
+    if to == "sglang":
+        with new_folder(output) as part:  # a text a line, as JSON
+            texts = (tokenizer.decode(ids, skip_special_tokens=True) for _, ids in answers.rows)
+            lines = (json.dumps(text, ensure_ascii=False) + "\n" for text in texts if text)
+            write_text(part / CORPUS, "".join(lines))
+        print(f"written to {output}: {len(answers.rows)} answers")
+        print(corpus_command(str(output / CORPUS), target=target))
+        return
     with new_folder(output) as part:
         num_ngrams = write_cache(answers, part)
     print(f"written to {output}: {num_ngrams} n-grams of {len(answers.rows)} answers")
@@ -113,11 +126,11 @@ def check(
 
     Exit code 0: fine; 1: problems, listed; 2: no head's folder.
     """
-    from ..heads.export.check import check_export
-    from ..heads.export.write import ENGINES
+    from ..engines.check import check_export
+    from ..engines.export import check_to
 
-    if to not in ("", *ENGINES):
-        raise BadInput(f"--to {to}: expected one of {', '.join(ENGINES)}")
+    if to:
+        check_to(to)
     checked = check_export(folder, to=to)
     if as_json:
         problems = checked.problems

@@ -1,30 +1,36 @@
-"""`headstart heads`: lists the families of heads, and the cost of each on a target."""
+"""`headstart heads`: lists the families of heads, the cost of each on a target, and which one to begin with."""
 
 import inspect
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
 
 if TYPE_CHECKING:
-    from ..heads.target import Target
+    from ..targets.target import Target
 
+OURS = "headstart"  # the engine of this package, which drafts with every family
 SIZES = ("parameters", "memory_bytes", "serving_bytes")
 
 
 def heads(
     target: Annotated[str, typer.Option(help="Also say what each costs on it: local folder or hub id.")] = "",
+    engine: Annotated[
+        str, typer.Option(help="That will serve it: headstart, vllm, sglang or llama.cpp.")
+    ] = "headstart",
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
 ) -> None:
-    """List the families of heads, and with --target what each reads and costs there.
+    """List the families of heads; with --target what each reads and costs there, and which one to begin with.
 
     \b
     Examples:
       headstart heads
+      headstart heads --target MODEL --engine vllm
       headstart heads --target MODEL --json
 
     Figures are those of configs/heads/NAME.yaml. Only the target's config is read, so a 70B model takes seconds.
@@ -36,16 +42,66 @@ def heads(
     serving_bytes  all the head's parameters in the target's dtype; embeddings and output layers that a head
                    shares with the target are counted with the target
     """
-    from ..heads.loading import TargetConfig
-    from ..heads.registry import HEADS
-    from ..heads.targets.skeleton import load_skeleton
+    from ..engines.export import ENGINES
+    from ..engines.heads import HEADS
+    from ..targets.loading import TargetConfig, default_device
+    from ..targets.skeleton import load_skeleton
 
+    if engine not in (OURS, *ENGINES):
+        raise BadInput(f"--engine {engine}: expected {OURS} or {', '.join(ENGINES)}")
     skeleton = load_skeleton(TargetConfig(path=target)) if target else stand_in()
     rows = [describe_family(name, skeleton, sized=bool(target)) for name in HEADS]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         show(rows, sized=bool(target))
+        if target:
+            fitting = [row["name"] for row in rows if row["problem"] is None and is_loaded(row["name"], engine)]
+            on_gpu = default_device() != "cpu"
+            for line in to_begin_with(fitting, engine=engine, on_gpu=on_gpu, num_modules=own_modules(skeleton)):
+                print(line)
+
+
+def is_loaded(family: str, engine: str) -> bool:
+    """Whether the engine drafts with heads of a family."""
+    from ..engines.export import engines_of
+
+    return engine == OURS or engine in engines_of(family)
+
+
+def own_modules(target: "Target") -> int:
+    """MTP modules that its checkpoint has, as its config says."""
+    config = target.model.config.get_text_config()
+    return max(int(getattr(config, key, None) or 0) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+
+
+def to_begin_with(fitting: Sequence[str], *, engine: str, on_gpu: bool, num_modules: int) -> tuple[str, str]:
+    """Two lines: the family to begin with, and why. Figures: docs/pick_a_head.md, docs/results/gpu.md.
+
+    Args: fitting: families that fit the target and are loaded by the engine. num_modules: MTP modules of the target."""
+    where, lookup = ("headstart's own engine", "suffix") if engine == OURS else (engine, "ngram")
+    choices = (
+        ("mtp", num_modules > 0, "runs/mtp.yaml with head.init=checkpoint",
+         "the target's checkpoint has a module that was trained with it; training goes on from there"),
+        ("block", on_gpu and engine == OURS, "runs/block.yaml",
+         "on a GPU its drafts take one pass: 3.46 times the speed there, EAGLE-3 2.69 (an H200, SmolLM2-135M, orders)"),
+        ("eagle3", True, "runs/eagle3.yaml",
+         f"of the heads that {where} drafts with it saved most after equal training (SmolLM2-135M, on a CPU)"),
+    )  # fmt: skip
+    for family, is_apt, run, why in choices:
+        if is_apt and family in fitting:
+            return f"Begin with {family}: {run}. Measure look-ups first (--drafter {lookup}): they need no training.", (
+                f"Why: {why}."
+            )
+    if fitting:
+        return (
+            f"Begin with {fitting[0]}: runs/{fitting[0]}.yaml.",
+            f"Why: {where} drafts with it; not with EAGLE-3 here.",
+        )
+    return (
+        f"Begin with look-ups: --drafter {lookup}.",
+        f"Why: no family both fits this target and is loaded by {where}.",
+    )
 
 
 def describe_family(name: str, skeleton: "Target", *, sized: bool) -> dict[str, Any]:
@@ -54,8 +110,8 @@ def describe_family(name: str, skeleton: "Target", *, sized: bool) -> dict[str, 
     `reads.feature_layers` is null where the family chooses them by the target's depth, and no target is given.
     """
     from ..configs.loader import build, read_config
-    from ..heads.registry import head_class
-    from ..heads.targets.fit import head_size
+    from ..engines.heads import head_class
+    from ..heads.stored.fit import head_size
 
     family = head_class(name)
     config = build(family.config_class, read_config(f"heads/{name}.yaml")["head"], where=f"heads/{name}.yaml: head")
@@ -79,10 +135,10 @@ def stand_in() -> "Target":
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from ..heads.target import Target
+    from ..targets.target import Target
 
     with torch.device("meta"):
-        return Target(AutoModelForCausalLM.from_config(LlamaConfig()), name="any target", fingerprint="")
+        return Target.of(AutoModelForCausalLM.from_config(LlamaConfig()), name="any target", fingerprint="")
 
 
 def show(rows: list[dict[str, Any]], *, sized: bool) -> None:

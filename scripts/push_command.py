@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from ..configs.errors import BadInput
-from ..configs.files import write_json
+from ..base.errors import BadInput
+from ..base.files import write_json
 
 if TYPE_CHECKING:
+    from ..engines.layouts.serving import HeadFolder
     from ..eval.measurement.result import Result
-    from ..eval.report.document import Report
-    from ..heads.export.record import HeadRecord
-    from ..heads.export.serving import HeadFolder
+    from ..eval.report.results.document import Report
+    from ..heads.stored.record import HeadRecord
 
+ALIKE = "It changes how fast that model answers, not what it answers."
+ADAPTED = "It drafts for that model with target_adapter/ merged into it, which answers otherwise than the model alone."
 REPO_ID = r"[\w.-]+/[\w.-]+"
 WITHIN = re.compile(r"(?<![\w/<.~-])(?:~|\.{1,2})?(?:/[^\s/:,;'\"]+)+/([^\s/:,;'\"]+)/?")  # a path of two parts or more
 
@@ -32,7 +35,6 @@ def push(
     target: Annotated[str, typer.Option(help="The target's folder; default: where it was in training.")] = "",
     base_model: Annotated[str, typer.Option(help="The target's hub id, where it was a local folder.")] = "",
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; send nothing.")] = False,
     endpoint: Annotated[str, typer.Option(help="Another hub than huggingface.co.")] = "",
 ) -> None:
@@ -46,7 +48,8 @@ def push(
     The card has the base model, the recipe without local paths, the data's fingerprint, acceptance length and speedup
     per suite, and the commands that serve it. Log in first with `hf auth login`; the token is neither shown nor stored.
     """
-    from ..heads.export.write import engines_of, read_folder, switching_word
+    from ..engines.export import engines_of, read_folder
+    from ..engines.vllm import switching_word
 
     if not re.fullmatch(REPO_ID, repo):
         raise BadInput(f"{repo}: expected a repository as owner/name")
@@ -67,21 +70,24 @@ def push(
                     print(f"{path.stat().st_size:>12,}  {path.relative_to(folder)}")
             print((folder / "README.md").read_text())
             return
-        print(upload(folder, repo, private=private, create_pr=create_pr, endpoint=endpoint or None))
+        print(upload(folder, repo, private=private, endpoint=endpoint or None))
 
 
 def prepare_upload(
     head: "HeadFolder", run: Path, folder: Path, *, repo: str, to: str, base_model: str, report: Path | None
 ) -> None:
     """Everything that goes to the hub, in a new folder. Raises BadInput if the export breaks its contract."""
-    from ..heads.export.check import check_folder
-    from ..heads.export.write import export_head
+    from ..engines.check import check_export
+    from ..engines.export import export_head
+    from ..eval.report.results.one_result import learnt_words
 
     record, measured = head.record, None
     if report is not None:
         measured = lossless_report(report, record)
+        if words := learnt_words(measured.results):
+            print(f"headstart: {report}: {words}: the figures say little of other prompts", file=sys.stderr)
     export_head(head.path, folder, to=to or "hf", target=head.target if head.target_config else None)
-    problems = check_folder(folder).problems
+    problems = check_export(folder, to=to).problems
     if problems:
         raise BadInput(f"{run}: {problems[0]}; headstart export and check say more")
     names = {local: base_model for local in (record.target_name, head.target)}
@@ -118,7 +124,7 @@ def recipe_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return recipe, data
 
 
-def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint: str | None) -> str:
+def upload(folder: Path, repo: str, *, private: bool, endpoint: str | None) -> str:
     """Create the repository and send the folder in one commit; returns its address. Raises BadInput on a refusal."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
@@ -129,11 +135,11 @@ def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint:
     message = "Head trained with Headstart"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        commit: Any = api.create_commit(repo, operations=files, commit_message=message, create_pr=create_pr)
+        commit: Any = api.create_commit(repo, operations=files, commit_message=message)
     except Exception as error:  # the hub's own, and those of the network; a message may hold the token
         told = re.sub(secrets, "***", str(error)).strip() or type(error).__name__
         raise BadInput(f"{repo}: the hub refused: {told.splitlines()[0]}") from None
-    return str(commit.pr_url or commit.commit_url)
+    return str(commit.commit_url)
 
 
 # The card: what a head drafts for, how it was trained, what it was measured to save, how to serve it
@@ -141,7 +147,7 @@ def upload(folder: Path, repo: str, *, private: bool, create_pr: bool, endpoint:
 
 def card(head: "HeadFolder", repo: str, *, to: str, base_model: str, report: "Report | None") -> str:
     """README.md with its YAML head. report: with the results of this head; None: not measured."""
-    from ..heads.export.write import notes, serve_commands
+    from ..engines.export import notes, serve_commands
 
     name, family = repo.split("/")[-1], head.family
     front: dict[str, Any] = {
@@ -157,9 +163,9 @@ def card(head: "HeadFolder", repo: str, *, to: str, base_model: str, report: "Re
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {name}",
         f"A draft head ({family}) for speculative decoding on [{base_model}](https://huggingface.co/{base_model}), "
-        "trained with Headstart. It changes how fast that model answers, not what it answers.",
+        f"trained with Headstart. {ADAPTED if head.has_adapter else ALIKE}",
     ]
-    if commands := serve_commands(head, repo, to=to, target=base_model):
+    if commands := serve_commands(head, repo, to=to, target=None if head.has_adapter else base_model):
         served = [f"{engine}:\n\n```\n{command}\n```" for engine, command in commands.items()]
         parts += ["## Serve it", *served, *(f"Note: {line}." for line in notes(head))]
     measured = table(report) if report else "Not measured yet: `headstart eval` does it on your prompts."
@@ -189,6 +195,7 @@ def settings(result: "Result") -> str:
 
 def table(report: "Report") -> str:
     from ..eval.report.recommendation import number, speedup_words
+    from ..eval.report.results.one_result import learnt_words
 
     rows = ["| suite | settings | acceptance length | speedup [95 %] |", "|---|---|---|---|"]
     for result in report.results:
@@ -197,7 +204,7 @@ def table(report: "Report") -> str:
     environment = report.environment
     where = f"With Headstart {environment.headstart} on {environment.device}, torch {environment.torch}."
     words = "Acceptance length: tokens per target forward; speedup: over the same engine without drafts."
-    return "\n".join(rows) + f"\n\n{where} {words}"
+    return "\n".join(rows) + f"\n\n{where} {words} {learnt_words(report.results)}".rstrip()
 
 
 def lossless_report(path: Path, head: "HeadRecord") -> "Report":
@@ -205,8 +212,8 @@ def lossless_report(path: Path, head: "HeadRecord") -> "Report":
 
     Raises: BadInput if it is no report, of another target, or has no such result.
     """
-    from ..eval.report.document import read_report
-    from ..eval.report.recommendation import has_lossless_rule
+    from ..eval.report.results.document import read_report
+    from ..eval.report.results.one_result import is_lossless
 
     report = read_report(path)
     if report.target.fingerprint != head.fingerprint:
@@ -219,8 +226,13 @@ def lossless_report(path: Path, head: "HeadRecord") -> "Report":
         )
     results = [
         replace(result, drafter=head.family)
-        for result in report.ours
-        if result.trained and result.trained.raw.get("fingerprint") == own and has_lossless_rule(result)
+        for result in report.results
+        if result.trained
+        and result.trained.raw.get("fingerprint") == own
+        and is_lossless(result)
+        # neither beside look-ups nor with a window, which the head that is sent does not have
+        and result.drafter.partition(":")[0] == head.family
+        and ":window" not in result.drafter
     ]
     if not results:
         raise BadInput(f"--report {path}: no lossless result of this {head.family} head ({own[:12]}) in it")

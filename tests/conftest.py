@@ -15,17 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.sampling import Sampling, target_probs
-from headstart.eval.measurement import bandwidth, passes
-from headstart.heads import target as targets
+from headstart.eval.figures import bandwidth
+from headstart.eval.measurement import passes
 from headstart.heads.base import DraftBatch, Proposal
-from headstart.heads.drafter import Drafter, Reading
-from headstart.heads.folder import fingerprint_of_tensors
-from headstart.heads.registry import HEADS
-from headstart.heads.target import Target
-from headstart.heads.targets.check import check_target
+from headstart.heads.drafting.drafter import Drafter, Reading
+from headstart.heads.stored.folder import fingerprint_of_tensors
+from headstart.targets import target as targets
+from headstart.targets.check import check_target
+from headstart.targets.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -42,7 +43,16 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import perturbing.py by name
-FOUND = ("logit_scale", "caps_wide", "undecodable", "decodes_trees", "continues_prompts", "state_bytes")
+FOUND = (
+    "logit_scale",
+    "logit_cap",
+    "caps_wide",
+    "packs",
+    "undecodable",
+    "decodes_trees",
+    "continues_prompts",
+    "state_bytes",
+)
 torch.set_num_threads(1)  # tests run side by side, a process per core
 
 SIZES: dict[str, Any] = {
@@ -110,7 +120,7 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
 
 def make_target(family: str = "llama", **changes: Any) -> Target:
     model = make_model(family, **changes)
-    return Target(model, name=f"tiny-{family}", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
+    return Target.of(model, name=f"tiny-{family}", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -144,7 +154,7 @@ def _checked_once() -> Iterator[None]:
         key = target.fingerprint, str(target.config.to_dict()), target.dtype, target.own_attention
         if key not in passed or not target.can_decode:
             check_target(target)
-            if not target.fingerprint or target.before_output is not None or not target.can_decode:
+            if not target.fingerprint or not target.can_decode:
                 return
             passed[key] = {name: getattr(target, name) for name in FOUND}
         vars(target).update(passed[key])
@@ -397,8 +407,17 @@ def exit_code_of(action: Callable[[], object], fault: str, number: int) -> int:
 
 
 def is_of_the_system(frame: FrameType, event: str, argument: Any) -> bool:
-    """Whether a profiler's event is a call of the system, or of a function of configs/files.py."""
+    """Whether a profiler's event is a call of the system, or of a function of base/files.py."""
     if event != "c_call":
-        return event == "call" and frame.f_code.co_filename.endswith("configs/files.py")
+        return event == "call" and frame.f_code.co_filename.endswith("base/files.py")
     owner, module = getattr(argument, "__self__", None), str(getattr(argument, "__module__", ""))
     return owner is io or owner is sys.modules["posix"] or isinstance(owner, io.IOBase) or "safetensors" in module
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """In the place of a Python with vLLM or SGLang: its server is the stand-in."""
+    script, stand_in = tmp_path / "python", Path(__file__).parent / "serving_stand_in.py"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+    script.chmod(0o755)
+    return str(script)

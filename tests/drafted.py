@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from headstart.heads.drafter import Drafter, Reading
-from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target
+from headstart.engines.heads import HEADS, build_head
+from headstart.heads.drafting.drafter import Drafter, Reading
+from headstart.targets.layers.target_output import TargetOutput
+from headstart.targets.target import Target
 
 
 def untrained(head_type: str, target: Target, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 
 
 def joined_texts(target: Target, prompts: list[list[int]], **how: Any) -> list[list[int]]:

@@ -6,12 +6,10 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from headstart.data_pipelines.answers.client import OpenAIClient
-from headstart.data_pipelines.answers.dispatch import by_threads
 from headstart.data_pipelines.answers.regenerate import regenerate
+from headstart.scripts.data.served_answers import by_messages
 
 
 class Server(ThreadingHTTPServer):
@@ -35,6 +33,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+    def do_GET(self):
+        self.send_response(200)
+        payload = json.dumps({"data": [{"id": "tiny"}]}).encode()
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
 
     def do_POST(self):
         server, raw = self.server, self.rfile.read(int(self.headers["Content-Length"]))
@@ -84,5 +89,5 @@ def serving(fault=None, delay=0.0, port=0):
 
 def regenerated(config):
     """As `headstart data regenerate` with servers."""
-    client = OpenAIClient(config.servers, model=config.target, config=config.client)
-    return regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
+    answers, identity = by_messages(config)
+    return regenerate(config, answers, target_identity=identity)

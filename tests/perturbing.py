@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from headstart.heads.registry import build_head, head_class
+from headstart.engines.heads import build_head, head_class
 from torch import Tensor
 
 

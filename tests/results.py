@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from headstart.eval.measurement.result import Result
+from headstart.eval.measurement.result import RenderedChats, Result
 
 
 def made_result(**changes: Any) -> Result:
     """Of EAGLE-3, greedy chains of three on 20 prompts of one suite. Args: changes: fields with other values."""
     settings = {
-        "engine": "headstart", "drafter": "eagle3", "suite": "chat", "suite_version": None, "suite_digest": "0f",
-        "system": None, "thinking": None, "template_hash": "aa", "tree": "chain", "num_drafted": 3,
+        "drafter": "eagle3", "suite": "chat", "suite_digest": "0f",
+        "rendering": RenderedChats(template_hash="aa"), "tree": "chain", "num_drafted": 3,
         "num_draft_tokens": 3, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "accept": "exact", "steps": "eager",
-        "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 64, "num_repeats": 1,
+        "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 64,
     }  # fmt: skip
     return Result(**{**settings, **changes})

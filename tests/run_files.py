@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from headstart.configs.jsonl import read_appended
-from headstart.train.speed import StepSpeed
+from headstart.base.jsonl import read_appended
+from headstart.train.watching.speed import StepSpeed
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,18 +16,19 @@ import torch
 import yaml
 from headstart.configs.loader import build, read_config
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
-from headstart.data_pipelines.config import DataConfig
-from headstart.heads.export.write import read_folder, serve_commands
-from headstart.heads.loading import TargetConfig
-from headstart.heads.registry import HEADS
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.engines.export import read_folder, serve_commands
+from headstart.engines.heads import HEADS
 from headstart.scripts.cli import app
-from headstart.train.config import TrainConfig, load_run
+from headstart.targets.loading import TargetConfig
+from headstart.train.inputs.config import TrainConfig, load_run
 from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")])
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 VERBS = ("headstart", "make", "accelerate", "pip", "python", "vllm")
 TEMPLATE = (
     "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} w2 {% endfor %}"
@@ -37,9 +39,9 @@ SMALL = {
     "train": "train.max_steps=1 train.warmup_steps=0 train.batch_size=1 train.accumulation=1 train.precision=fp32 "
     "train.device=cpu train.checkpoint_every=0 train.validate_every=1 head.num_depths=2",
     "eval": "--max-new-tokens 4 --limit 2 --repeats 1 --tree-nodes 4 --steps eager",
-    "plan": "--max-new-tokens 4 --limit 2 --repeats 1 --num-draft-tokens 1 --batch-size 1 --tree none --check none",
+    "plan": "--max-new-tokens 4 --limit 2 --num-draft-tokens 1 --batch-size 1 --tree none",
+    "plan --engine": "--max-new-tokens 4 --limit 2 --num-draft-tokens 1 --batch-size 1",
     "data prepare": "validation_share=0.3",
-    "data plan": "--num-sampled 2",
     "data regenerate": "sampling.max_tokens=12 num_rows=12 engine.device=cpu",
 }
 
@@ -62,6 +64,10 @@ def world(saved_target, lora, tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "MODEL")
     shutil.copytree(folder / "MODEL", folder / "SMALLER")
+    shutil.copytree(folder / "MODEL", folder / "runs/grpo/policy/step_10")
+    (folder / "VLLM/bin").mkdir(parents=True)
+    (folder / "VLLM/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/serving_stand_in.py "$@"\n')
+    (folder / "VLLM/bin/python").chmod(0o755)
     for name in ("sql", "support"):
         shutil.copytree(lora(folder / "MODEL"), folder / "loras" / name)
     asked = [f"w{20 + i} w{3 + i}" for i in range(12)]
@@ -105,6 +111,7 @@ def here(world, tmp_path, monkeypatch):
 def run(words: list[str]) -> str:
     """A `headstart` command, made small; returns what it printed. What it would write is not there yet."""
     verb = " ".join(words[1:3]) if words[1] == "data" else words[1]
+    verb = "plan --engine" if verb == "plan" and "--engine" in words else verb
     for word, value in zip(words, [*words[1:], ""], strict=True):
         output = value if word == "--output" else word.partition("=")[2] if "output" in word else ""
         output = words[3] if verb == "export" else output
@@ -157,11 +164,9 @@ def test_the_commands_of_a_page_run(page, here):
     for words in commands_of(page):
         if words[1] == "train":
             load_run(words[2], words[3:])
-        if any(word.startswith("data.server=") for word in words):
-            continue
-        if any(word.startswith("servers=") for word in words):
-            built = build(RegenerateConfig, read_config(words[3], words[4:]))
-            assert built.servers
+        if words[1:3] == ["data", "regenerate"]:
+            build(RegenerateConfig, read_config(words[3], words[4:]))
+        if any(word.startswith("engine.server=") or word == "--server" for word in words):
             continue
         run(words)
 
@@ -175,7 +180,8 @@ def test_the_other_commands_of_a_page_parse(page, here):
 
 def test_an_exported_head_prints_what_the_page_says(here):
     told = run(shlex.split("headstart export runs/mine served/again --to vllm"))
-    assert "vllm serve MODEL --speculative-config" in told and "sglang.launch_server --model-path MODEL" in told
+    assert re.search(r"vllm serve /\S*/MODEL --speculative-config", told), "found from every folder"
+    assert re.search(r"sglang.launch_server --model-path /\S*/MODEL --", told)
 
 
 def in_text() -> list[tuple[str, str]]:
@@ -202,7 +208,7 @@ def test_commands_and_options_that_are_named_or_shown_exist():
     shown = [(page.stem, line) for page in PAGES for line in re.findall(r"^\s*(headstart .*)$", page.read_text(), re.M)]
     names = set()
     for page, code in [*in_text(), *shown]:
-        found = re.match(r"headstart (data \w+|target get|\w+)(.*)$", code)
+        found = re.match(r"headstart (data \w+|\w+)(.*)$", code)
         if found:
             names.add(found[1])
             verb, _, of_group = found[1].partition(" ")
@@ -214,7 +220,8 @@ def test_commands_and_options_that_are_named_or_shown_exist():
 
 
 def test_every_promise_names_a_test_that_exists():
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text())
+    pages = ROOT / "docs" / "reference" / "reliability.md", ROOT / "SECURITY.md"
+    named = [one for page in pages for one in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())]
     assert len(named) > 20
     for path, test in named:
         assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
@@ -225,10 +232,19 @@ def test_every_page_is_in_the_site():
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
-def test_every_entry_of_the_log_stands_under_a_topic():
-    contents, *entries = re.split(r"^## ", (ROOT / "docs" / "LOG.md").read_text(), flags=re.MULTILINE)
-    titles = [entry.splitlines()[0].split(" ", 1)[1].replace("`", "") for entry in entries]
-    assert [title for title in titles if f"[{title}](#" not in contents] == []
+def test_entries_of_the_log_are_dated_in_order_and_short():
+    """At most 15 lines of at most 200 characters each."""
+    contents, *topics = sorted((ROOT / "docs" / "log").glob("*.md"))
+    assert contents.name == "README.md"
+    for topic in topics:
+        assert f"]({topic.name})" in contents.read_text(), f"{topic.name} is not in the table of topics"
+        entries = re.split(r"^## ", topic.read_text(), flags=re.MULTILINE)[1:]
+        dates = [entry[:10] for entry in entries]
+        assert dates == sorted(dates), f"{topic.name}: newer entries stand behind older ones"
+        for entry in entries:
+            title, *lines = [line for line in entry.splitlines() if line]
+            assert re.match(r"20\d\d-\d\d-\d\d \S", title), f"{topic.name}: {title}: begins with no date"
+            assert len(lines) <= 15 and max(map(len, lines)) <= 200, f"{topic.name}: {title}"
 
 
 def test_a_wrong_command_is_seen(here):
@@ -240,3 +256,12 @@ def test_a_wrong_command_is_seen(here):
         with pytest.raises((AssertionError, ValueError)):
             run(shlex.split(line))
     assert torch.get_num_threads() == 1
+
+
+def test_every_page_begins_with_the_question_that_it_answers():
+    """But the log's, which are of the past."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "log" not in page.relative_to(ROOT / "docs").parts]
+    assert len(pages) > 30
+    for page in pages:
+        title = page.read_text().splitlines()[0]
+        assert title.startswith("# ") and title.endswith("?"), page

@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from headstart.heads.registry import HEADS, build_head, save_head
-from headstart.heads.target import Target
+import torch
+from headstart.engines.heads import HEADS, build_head, load_head, save_head
+from headstart.targets.target import Target
+from safetensors.torch import load_file, save_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -18,6 +21,21 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def target(request, saved_target, tmp_path):
+    """The folder of a target that is stored in this dtype, as most published ones are in bf16, with rows beside it."""
+    if request.param == "float32":
+        return saved_target
+    folder = shutil.copytree(saved_target, tmp_path / "stored" / "target")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    shutil.copy(saved_target.with_name("rows.jsonl"), folder.with_name("rows.jsonl"))
+    assert Target.load(folder).dtype == torch.bfloat16
+    return folder
 
 
 @pytest.mark.parametrize("head", [True, False])
@@ -31,27 +49,50 @@ def test_decode(head, saved_target, tmp_path, capsys):
     )
 
 
-def test_own_drafter(saved_target, tmp_path, capsys):
+def test_own_drafter(target, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"w{i} w9"}) + "\n" for i in range(3, 6)))
-    load("own_drafter").main(str(saved_target), str(prompts))
+    load("own_drafter").main(str(target), str(prompts))
     said = capsys.readouterr().out
     assert "3 of 3 texts equal the baseline's" in said and "tokens per forward; speedup" in said
 
 
-def test_own_head(saved_target, tmp_path, capsys):
+def test_own_family(target, tmp_path, capsys):
     before = dict(HEADS)
     try:
-        rows = saved_target.with_name("rows.jsonl")
-        module = load("own_head")
-        module.main(str(saved_target), str(rows), str(tmp_path / "run"), "train.max_steps=3", "train.device=cpu")
+        rows = target.with_name("rows.jsonl")
+        module = load("own_family")
+        module.main(str(target), str(rows), str(tmp_path / "run"), "train.max_steps=3", "train.device=cpu")
         assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-        assert re.search(r"3,072 parameters, \d\.\d\d tokens per forward", capsys.readouterr().out)
+        assert re.search(r"9,312 parameters, \d\.\d\d tokens per forward", capsys.readouterr().out)
     finally:
         HEADS.clear()
         HEADS.update(before)
 
 
+def test_rl_with_a_head_that_follows(saved_target, tmp_path, capsys):
+    """Two steps, as if killed behind them, and a third: the policy and the head go on from what was saved."""
+    head, prompts, output = tmp_path / "head", tmp_path / "prompts.jsonl", tmp_path / "out"
+    start = Target.load(saved_target)
+    save_head(build_head(HEADS["medusa"].config_class(type="medusa"), start), head)
+    prompts.write_text("".join(json.dumps({"prompt": f"w{i} w9", "answer": "w7"}) + "\n" for i in range(3, 9)))
+    words = [*map(str, (saved_target, head, prompts, output)), "--prompts-per-step", "2", "--samples", "4"]
+    words += ["--max-new-tokens", "16", "--save-every", "1", "--share", "1", "--rate", "1e-3"]
+    for steps in ("2", "3"):
+        load("rl/grpo").main([*words, "--steps", steps])
+    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    assert capsys.readouterr().out.count("\n") == len(log) == 3
+    assert [row["step"] for row in log] == [1, 2, 3] and sum(row["head_steps"] for row in log) > 2
+    assert all(0 < row["reward"] < 1 and row["acceptance_length"] >= 1 for row in log)
+    policies = [load_file(output / "policy" / f"step_{step:06d}" / "model.safetensors") for step in (1, 3)]
+    assert any(not torch.equal(policies[0][name], tensor) for name, tensor in policies[1].items())
+    moved = Target.load(saved_target, adapter=output / "policy" / "step_000003")
+    followed = load_head(output / "following" / "head", moved).state_dict()
+    assert any(not torch.equal(followed[name], tensor) for name, tensor in load_head(head, moved).state_dict().items())
+    told = load("rl/grpo").reward
+    assert [told("12 and 1,234.5", "1234.5"), told("none", "3"), told("w7 w8", "w7"), told("w8", "w7")] == [1, 0, 1, 0]
+
+
 def test_the_readme_names_every_example():
-    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    listed = re.findall(r"\]\(([\w/]+\.py)\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))

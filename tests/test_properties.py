@@ -7,16 +7,16 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
-from headstart.data_pipelines.sources import Row
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.sources import Row
 from headstart.heads.families import HEADS, head_class
-from headstart.heads.loading import TargetConfig
-from headstart.heads.target import Target
-from headstart.train.config import TrainConfig
+from headstart.targets.loading import TargetConfig
+from headstart.targets.target import Target
+from headstart.train.inputs.config import TrainConfig
 
 pytest.importorskip("hypothesis", reason="the dev extra has it")
 from hypothesis import HealthCheck, given, settings

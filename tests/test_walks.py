@@ -1,4 +1,4 @@
-"""The three walks of CONTRIBUTING.md, each in a copy of the repository: what is added in the named places works."""
+"""The walks of CONTRIBUTING.md, each in a copy of the repository: what is added in the named places works."""
 
 import json
 import os
@@ -8,22 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from headstart.engines.heads import build_head, save_head
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.medusa import MedusaConfig
+from headstart.targets.target import Target
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 pytestmark = pytest.mark.slow
 
-HEAD_IMPORTS = '''"""A low-rank correction of the target's last state per depth, read by its output layer."""
+HEAD_IMPORTS = '''"""Hydra: heads that also read the tokens drafted before them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
-from .drafter import Reading
-from .target import Target
+from .drafting.drafter import Reading
 
 
 '''
@@ -34,6 +39,24 @@ RULE = '''def nothing(drafted: Candidates) -> AcceptedPath:
     return AcceptedPath(torch.zeros_like(own), path, own)
 
 
+'''
+
+
+ENGINE = '''"""Toy: what it calls the ways of drafting, and what it is told of a head."""
+
+from shlex import quote
+
+from .layouts.serving import Engine, HeadFolder
+
+NAMES = {"eagle3": "extrapolate", "draft_lm": "small"}
+
+
+def command(head: HeadFolder, folder: str, *, target: str, to: str) -> str:
+    """The command that serves an exported head."""
+    return f"toy {quote(target)} --draft {NAMES[head.method]}:{quote(folder)} -k {head.num_drafted}"
+
+
+TOY = Engine(NAMES, command, reads="vllm")
 '''
 
 
@@ -65,14 +88,14 @@ class Walk:
             text = text.replace(there, new + there)
         self.write(name, text)
 
-    def run(self, *words: str | Path) -> str:
-        """What a command says that runs in the copy, on its code."""
+    def run(self, *words: str | Path, code: int = 0) -> str:
+        """What a command says that runs in the copy, on its code. Args: code: which it must exit with."""
         place = {"PYTHONPATH": str(self.folder / ".typings"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             list(map(str, words)), cwd=self.folder, env={**os.environ, **place}, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
-        return done.stdout
+        assert done.returncode == code, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+        return done.stdout if code == 0 else done.stderr
 
     def check(self, *tests: str, named: str) -> None:
         """`make check`, of types in touched files alone, and tests. Args: tests: files. named: an expression for -k."""
@@ -102,43 +125,65 @@ def walk(tmp_path):
 
 def test_a_head_is_added_in_three_places(walk):
     """The example's family, which then trains, drafts and keeps the promises of all."""
-    copy, example = walk("add a head?"), (ROOT / "examples" / "own_head.py").read_text()
-    source = example[example.index("@dataclass(kw_only=True)") : example.index('HEADS["low_rank"]')].rstrip() + "\n"
-    copy.write("heads/low_rank.py", HEAD_IMPORTS + source, called="heads/<name>.py")
-    line = '    "low_rank": LowRankHead,\n'
+    copy, example = walk("add a head?"), (ROOT / "examples" / "own_family.py").read_text()
+    source = example[example.index("@dataclass(kw_only=True)") : example.index('HEADS["hydra"]')].rstrip() + "\n"
+    copy.write("heads/hydra.py", HEAD_IMPORTS + source, called="heads/<name>.py")
+    line = '    "hydra": HydraHead,\n'
     copy.insert(
         "heads/families.py",
-        ("from .medusa import", "from .low_rank import LowRankHead\n"),
+        ("from .medusa import", "from .hydra import HydraHead\n"),
         ('    "block": BlockHead,\n', line),
     )
-    config = "# Low-rank corrections (heads/low_rank.py).\nhead:\n  type: low_rank\n  rank: 16 # per depth\n"
-    copy.write("configs/heads/low_rank.yaml", config, called="configs/heads/<name>.yaml")
+    config = "# Hydra (heads/hydra.py).\nhead:\n  type: hydra\n  bias: true # of each depth's map\n"
+    copy.write("configs/heads/hydra.yaml", config, called="configs/heads/<name>.yaml")
     copy.check(
         "tests/heads/test_contract.py",
         "tests/scripts/test_cli.py",
         "tests/test_layout.py",
-        "tests/heads/export/test_export.py",
-        "tests/scripts/test_heads_command.py",
+        "tests/engines/test_export.py",
+        "tests/scripts/test_export.py",
         "tests/scripts/unattended/test_auto_decisions.py",
-        "tests/benchmarks/test_bench_train.py",
-        named="low_rank and (test_contract or train_then_eval) or test_layout and not serving_image or every_family or "
+        "tests/benchmarks/test_benches.py",
+        named="hydra and (test_contract or train_then_eval) or test_layout and not serving_image or every_family or "
         "the_families_and_what_they_read",
     )
 
 
+def test_an_engine_is_added_in_two_places(walk, saved_target, tmp_path_factory):
+    """Then heads are exported for it in the folder that vLLM reads, checked, and its command is told."""
+    copy, run = walk("add an engine?"), tmp_path_factory.mktemp("run")
+    target = Target.load(saved_target)
+    save_head(build_head(Eagle3Config(num_depths=3), target), run / "final")
+    save_head(build_head(MedusaConfig(), target), run / "medusa" / "final")
+    copy.write("engines/toy.py", ENGINE, called="engines/<name>.py")
+    copy.insert(
+        "engines/export.py",
+        ("from .vllm import VLLM", "from .toy import TOY\n"),
+        ('    "llama.cpp": LLAMACPP,\n', '    "toy": TOY,\n'),
+    )
+    tests = ("tests/engines/test_export.py", "tests/test_layout.py", "tests/scripts/test_export.py")
+    copy.check(*tests, named="toy or eagle3 or known_not_to_be or told or test_layout and not serving_image")
+    headstart = (BIN / "python", "-m", "headstart.scripts.cli")
+    said = copy.run(*headstart, "export", run, run / "served", "--to", "toy")
+    assert f"toy {saved_target} --draft extrapolate:{run}/served -k 3" in said and "sglang.launch_server" in said
+    assert "fine" in copy.run(*headstart, "check", run / "served", "--to", "toy")
+    refused = copy.run(*headstart, "export", run / "medusa", run / "not", "--to", "toy", code=2)
+    assert "toy loads no medusa heads; expected --to vllm" in refused
+
+
 def test_an_accept_rule_is_added_in_one_place(walk, saved_target):
     """Then `--accept` takes its name, and the tests of what it claims are of it too."""
-    copy, line = walk("add an accept rule?"), '        AcceptRule("nothing", nothing, is_lossless=True),\n'
+    copy, line = walk("add an accept rule?"), '        AcceptRule("nothing", nothing),\n'
     copy.insert(
         "eval/decoding/verify.py",
         ("@dataclass(frozen=True)\nclass AcceptRule", RULE),
-        ('        AcceptRule("typical"', line),
+        ('        AcceptRule("exact"', line),
     )
     tests = ("tests/eval/decoding/test_verify_sampling.py", "tests/eval/decoding/test_verify_cost.py")
     copy.check(*tests, named="nothing and (some or once_per_verification or ragged and (raw or top))")
     result, page = copy.report(saved_target, "--drafter", "ngram", "--accept", "nothing")
     assert result["accept"] == "nothing" and result["acceptance_length"] == 1.0 and result["lossless"]["identical"] == 2
-    assert "nothing" in page and "lossy" not in page
+    assert "nothing" in page
 
 
 def test_a_figure_is_added_in_three_places(walk, saved_target):
@@ -147,14 +192,14 @@ def test_a_figure_is_added_in_three_places(walk, saved_target):
     field = "    most_committed: int | None = None  # tokens of a row in a round\n"
     value = "most_committed=max((max(done.num_committed) for done in rounds), default=None)"
     row = "| `most_committed` | tokens | the most that a round committed of a row |\n"
-    copy.insert("eval/measurement/result.py", ("    acceptance_length_ci95: Ends = (None, None)\n", field))
+    copy.insert("eval/measurement/result.py", ("    acceptance_length: float | None = None\n", field))
     copy.insert("eval/measurement/summary.py", ("        acceptance_length=length,\n", f"        {value},\n"))
-    copy.insert("docs/report_schema.md", ("| `conventions` |", row))
+    copy.insert("docs/reference/report_schema.md", ("| `teacher_forced_acceptance_length` |", row))
     copy.insert(
         "eval/report/sections.py",
-        ('"speedup [95 %]", "p10 / median / p90"', '"most in a round",\n        '),
+        ('"lossless"]', '"most in a round", '),
         (
-            '            speedup_words(result),\n            " / ".join',
+            "            lossless_words(result),\n        ]",
             "            number(result.most_committed, 0),\n",
         ),
     )

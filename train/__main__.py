@@ -2,9 +2,10 @@
 
 import sys
 
-from ..configs.errors import BadInput, writing_into
-from .config import load_run
-from .trainer import train
+from ..base.ending import ending_in_time
+from ..base.errors import BadInput, writing_into
+from .inputs.config import load_run
+from .trainer import train_head
 
 
 def main(arguments: list[str]) -> int:
@@ -14,8 +15,8 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         run = load_run(arguments[0], arguments[1:])
-        with writing_into(run.train.output_dir):
-            train(run)
+        with ending_in_time(), writing_into(run.train.output_dir):
+            train_head(run)
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2

@@ -16,11 +16,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from .checkpoint import head_tensors
-from .config import TrainConfig
-from .launch import actual_launch, product_dtype
+from .inputs.config import TrainConfig
+from .inputs.launch import actual_launch, product_dtype
 
 
 class Step(nn.Module):

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..configs.errors import BadInput, first_line
-from ..configs.files import remove, replacing_folder, write_json
+from ..base.errors import BadInput, first_line
+from ..base.files import remove, replacing_folder, write_json
 from ..heads.base import DraftHead
-from .trend import Trend
+from .watching.trend import Trend
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Best:
 
     step: int = 0
     acceptance_length: float = 0.0  # teacher-forced
-    waited: int = 0  # number of validations since then
+    waited: int = 0  # number of validations since then that were due
 
-    def take(self, step: int, acceptance_length: float | None) -> bool:
-        """Record a validation; returns whether it is the best so far."""
+    def take(self, step: int, acceptance_length: float | None, *, is_due: bool = True) -> bool:
+        """Record a validation; returns whether it is the best so far. Only those that are due are waited for."""
         if acceptance_length is not None and acceptance_length > self.acceptance_length:
             self.step, self.acceptance_length, self.waited = step, acceptance_length, 0
             return True
-        self.waited += 1
+        self.waited += is_due
         return False
 
 
@@ -45,6 +45,7 @@ class Progress:
     num_processes: int  # that trained it
     best: Best
     trend: Trend
+    num_empty: int = 0  # steps' worth of batches that were left out so far, as they had no position to learn
 
 
 def save_checkpoint(
@@ -85,7 +86,7 @@ def read_progress(folder: Path) -> Progress:
     try:
         raw = json.loads((folder / "trainer.json").read_text())
         best, trend = Best(**raw.get("best", {})), Trend(**raw.get("trend", {}))
-        return Progress(int(raw["step"]), int(raw["num_processes"]), best, trend)
+        return Progress(int(raw["step"]), int(raw["num_processes"]), best, trend, int(raw.get("num_empty", 0)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"checkpoint {folder}: {first_line(error)}") from error
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
 from ..data_pipelines.loader import TrainingBatch
+from ..engines.heads import save_head
 from ..heads.loss.chains import mean_of
-from ..heads.registry import save_head
 from .backend import Backend
 from .checkpoint import Best, Progress, save_checkpoint
-from .launch import RankPlace, product_dtype
-from .optim import learning_rate_share
-from .speed import Speed
-from .stopping import Stopping, Watchdog
+from .inputs.launch import RankPlace
+from .optim import set_learning_rates
 from .training_record import TrainingRecord
-from .trend import ADVICE, Trend
+from .watching.speed import StepSpeed
+from .watching.stopping import Stopping, Watchdog
+from .watching.trend import ADVICE
 
 
 class NoBatch(BadInput):
@@ -37,25 +37,27 @@ class Loop:
         backend: Backend,
         *,
         place: RankPlace,
-        trend: Trend,
+        progress: Progress,
         stopping: Stopping,
         watchdog: Watchdog,
         deadline: float,
         may_lack_batches: bool,
     ):
-        """Args: deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`.
+        """Args: progress: where the steps begin.
+        deadline: time.monotonic() at which the run's time is over, see `TrainConfig.stop_after`.
         may_lack_batches: whether batches may not come to one process alone, as those of a server."""
-        self.backend, self.place, self.trend = backend, place, trend
+        self.backend, self.place, self.trend = backend, place, progress.trend
+        self.num_empty = progress.num_empty
         self.stopping, self.watchdog = stopping, watchdog
         self.config, self.accelerator, self.head = backend.config, backend.accelerator, backend.head
-        self.speed = Speed(self.accelerator.device, product_dtype(self.config))
         self.deadline, self.may_lack_batches = deadline, may_lack_batches
         # some rank received a signal, or its time is over; all of them know it after the same step
         self.should_stop = self.is_late = False
         self.waited = self.seconds = 0.0  # for batches, and in all
 
-    def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any]:
-        """One optimizer step over the next `accumulation` batches; returns its row of metrics.jsonl.
+    def step(self, step: int, batches: Iterator[TrainingBatch]) -> dict[str, Any] | None:
+        """One optimizer step over the next `accumulation` batches; returns its row of metrics.jsonl, or None if these
+        have no position to learn in any process: then it was none, and `num_empty` counts it.
 
         Denominators count the supervised chains, weighted by their labels, of all ranks and batches of the step, so
         that the gradient does not depend on how rows are split over ranks and batches. Raises: BadInput if the loss is
@@ -66,25 +68,25 @@ class Loop:
         taken = self._taken(batches)
         waited = time.perf_counter() - started
         torch.manual_seed(step_seed(self.config.seed, step, self.place.group))  # the same chains in all of a group
-        share, scales = learning_rate_share(step, self.config), self.head.learning_rate_scales(step)
-        for group in self.backend.optimizer.param_groups:
-            group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
+        share = set_learning_rates(self.backend.optimizer, self.head, step, self.config)
         num_positions = sum(batch.input_ids.numel() for batch in taken)
-        with self.speed.counted(num_positions):
-            learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
+        learned = self._learn(step, [batch.to(self.accelerator.device) for batch in taken])
         self.watchdog.at(f"step {step + 1}: its figures")
-        loss, num_groups = learned["loss"], self.place.num_groups
+        if learned is None:
+            self.num_empty += 1
+            return None
+        loss, device = learned["loss"], self.accelerator.device
         if not math.isfinite(loss):
             raise BadInput(f"step {step + 1}: the loss is {loss} ({self.trend}): {ADVICE}")
         seconds = time.perf_counter() - started
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
-        speed = self.speed.of_step(num_positions=num_positions, seconds=seconds, waited=waited, num_groups=num_groups)
+        read = num_positions * self.place.num_groups
         return {
             "step": step + 1,  # steps done
             **learned,
             "learning_rate": self.config.learning_rate * share,  # of AdamW's parameters
             "padding": round(1 - sum(batch.num_tokens for batch in taken) / num_positions, 4),  # in this process
-            **asdict(speed),
+            **asdict(StepSpeed.of(device, num_positions=read, seconds=seconds, waited=waited)),
         }
 
     def _taken(self, batches: Iterator[TrainingBatch]) -> list[TrainingBatch]:
@@ -109,8 +111,8 @@ class Loop:
         waited, seconds = self.backend.total(times).tolist()
         return waited / max(seconds, 1e-9)
 
-    def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-        """Forward, backward and update; returns the figures over all ranks."""
+    def _learn(self, step: int, batches: Sequence[TrainingBatch]) -> dict[str, Any] | None:
+        """Forward, backward and update; returns the figures over all ranks, None if these have nothing to learn."""
         at, place = self.watchdog.at, self.place
         at(f"step {step + 1}: the counts of all ranks")
         chains = [self.head.training_starts(batch.loss_mask).part(place.part, place.num_parts) for batch in batches]
@@ -119,6 +121,8 @@ class Loop:
             for starts, batch in zip(chains, batches, strict=True)
         ]
         denominators, num_chains = self.backend.total(torch.stack(counts).sum(0))
+        if not denominators.any():
+            return None
         sums, hits = torch.zeros_like(denominators), torch.zeros_like(denominators)
         loss = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
@@ -161,7 +165,7 @@ class Loop:
         self.watchdog.at(f"step {step}: the checkpoint")
         weights, state = self.backend.weights(), self.backend.optimizer_state()
         if self.accelerator.is_main_process:
-            progress = Progress(step, self.accelerator.num_processes, best, self.trend)
+            progress = Progress(step, self.accelerator.num_processes, best, self.trend, self.num_empty)
             save_checkpoint(folder, weights, state, progress=progress, keep=self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 

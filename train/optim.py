@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configs.errors import BadInput
+from ..base.errors import BadInput
 from ..heads.base import DraftHead
-from ..heads.decoders.cpu.build import multiplies_bf16
-from .config import TrainConfig
+from ..targets.cpu.build import multiplies_bf16
+from .inputs.config import TrainConfig
 
 
 class WideMuon(torch.optim.Muon):
@@ -54,12 +54,19 @@ class MuonAdamW(torch.optim.Optimizer):
     divided: `DraftHead.input_scales`.
     """
 
-    def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], **adamw: Any):
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: list[dict[str, Any]],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ):
+        """Args: betas: of AdamW."""
         is_emulated = matrices[0]["params"][0].device.type == "cpu" and not multiplies_bf16()
         muon = WideMuon if is_emulated else torch.optim.Muon
         self.parts = [
             muon(matrices, adjust_lr_fn="match_rms_adamw"),
-            *([torch.optim.AdamW(others, **adamw)] if others else []),
+            *([torch.optim.AdamW(others, betas=betas, fused=True)] if others else []),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
@@ -91,14 +98,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon with AdamW for vectors and matrices with a vocabulary dimension; weight decay only on matrices.
+    """AdamW, or Muon with AdamW for vectors and `DraftHead.vocabulary_matrices`; weight decay only on matrices.
 
     Each group has `peak`, the learning rate that `learning_rate_share` scales, and `part`: its prefix of parameter
     names in `DraftHead.learning_rate_scales`, or "".
     """
     named = {name: p for name, p in head.named_parameters() if p.requires_grad}
     is_muon = config.optimizer == "muon"
-    inner = [name for name, p in named.items() if is_muon and p.ndim == 2 and head.num_drafted not in p.shape]
+    of_tokens = {id(matrix) for matrix in head.vocabulary_matrices()}
+    inner = [name for name, p in named.items() if is_muon and p.ndim == 2 and id(p) not in of_tokens]
     outer = [name for name, p in named.items() if p.ndim >= 2 and name not in inner]
     vectors = [name for name, p in named.items() if p.ndim < 2]
 
@@ -112,13 +120,14 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
 
     peak, decay = config.learning_rate, config.weight_decay
     others = [*groups(outer, peak=peak, decay=decay), *groups(vectors, peak=peak, decay=0.0)]
-    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2), "fused": True}
+    betas = (config.beta1, config.beta2)
     if not inner:
-        return torch.optim.AdamW(others, **adamw)
+        return torch.optim.AdamW(others, betas=betas, fused=True)
     matrices = groups(inner, peak=config.matrix_learning_rate or peak, decay=decay)
-    optimizer = MuonAdamW(matrices, others, **adamw)
+    optimizer = MuonAdamW(matrices, others, betas=betas)
     for name, scale in head.input_scales().items():
-        optimizer.state[named[name]]["input_scale"] = scale.to(named[name])
+        if name in inner:
+            optimizer.state[named[name]]["input_scale"] = scale.to(named[name])
     return optimizer
 
 
@@ -141,3 +150,11 @@ def learning_rate_share(step: int, config: TrainConfig) -> float:
     progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
     low = config.min_lr_ratio
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, head: DraftHead, step: int, config: TrainConfig) -> float:
+    """Give each group of `build_optimizer` its rate at 0-based `step`; returns the share of the peak."""
+    share, scales = learning_rate_share(step, config), head.learning_rate_scales(step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
+    return share

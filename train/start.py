@@ -1,7 +1,8 @@
 """Preparing a run: target, rows, head and optimizer, from its config or its last checkpoint."""
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,38 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from ..configs.errors import BadInput
-from ..configs.files import remove_unfinished
+from ..base.errors import BadInput
+from ..base.files import remove_unfinished
+from ..base.owned import OwnedFolder, check_owner
 from ..configs.loader import dump_config
-from ..configs.owned import OwnedFolder
 from ..data_pipelines.storage.shards import Shards
-from ..heads.adapters import add_adapters
+from ..engines.heads import build_head, check_family, head_record, start_head
 from ..heads.base import DraftBatch, DraftHead
-from ..heads.decoders.cpu.products import pack_linears
-from ..heads.nn.fusing import fuse
-from ..heads.registry import build_head, head_record, start_head
-from ..heads.target import Target
-from ..heads.targets.fit import check_fit
+from ..heads.loss.fusing import fuse
+from ..heads.start.closed_form import too_few
+from ..heads.stored.fit import check_fit
+from ..targets.adapters import add_adapters
+from ..targets.cpu.packing import pack_linears
+from ..targets.target import Target
 from .backend import Backend
 from .checkpoint import Best, Progress, checkpoints, load_checkpoint, read_progress
-from .config import RunConfig, TrainConfig, differing_key
-from .data import TrainingData, check_stored_states, load_data, with_draft_size, with_draft_vocabulary
-from .launch import RankPlace, actual_launch, product_dtype, start_accelerator
-from .main_process import held_by_main
+from .inputs.config import RunConfig, TrainConfig, differing_key
+from .inputs.data import (
+    TrainingData,
+    check_sources,
+    check_stored_states,
+    load_data,
+    with_draft_size,
+    with_draft_vocabulary,
+)
+from .inputs.launch import RankPlace, actual_launch, check_environment, product_dtype, start_accelerator
+from .inputs.main_process import held_by_main
+from .inputs.provenance import read_starts, record_start, states_record
+from .inputs.target import check_target_use, load_target, open_server, served_validation
 from .optim import build_optimizer, without_whole_matrices
-from .provenance import read_starts, record_start, states_record
-from .target import load_target, open_server, served_validation
-from .tracking import check_trackers
 from .training_record import TrainingRecord
-from .trend import Trend
+from .watching.tracking import check_trackers
+from .watching.trend import Trend
 
 ROWS_AT_ONCE, TOKENS_AT_ONCE = 4, 8192  # most, that a head's start is made of; one row in any case
 COMPILED_FROM = 500  # steps; in fewer, the seconds of compiling are estimated not to pay
@@ -59,57 +68,120 @@ class Start:
 
 
 def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitStack) -> Start:
-    """Load and check everything that a run needs. Raises BadInput on anything that would make it fail later.
+    """Load and check everything that a run needs, what is cheap first. Raises BadInput on anything that would make it
+    fail later.
 
     Args: holding: the stack that keeps the run folder locked.
     """
-    check_fit(run.head, run.target)
-    check_trackers(run.train)
-    if run.train.patience and not run.data.validation:
-        raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
+    skeleton = check_before_loading(run, folder)
+
+    # the processes
     accelerator = start_accelerator(run.train)
     console.quiet = console.quiet or not accelerator.is_main_process
+    if line := check_environment(os.environ):
+        console.print(line)
     place = RankPlace.of(accelerator, run.train)
-    target = load_target(run, accelerator, console)
+    check_target_use(run, accelerator)
+    check_sources(run.data, encoded=folder / "tokens")
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
-    backend = actual_launch(accelerator).backend
-    if run.train.optimizer == "muon" and backend in ("deepspeed", "fsdp2"):
-        run = replace(run, train=without_whole_matrices(run.train, backend))
-        console.print(f"AdamW at {run.train.learning_rate}: {backend} has parts of matrices, not Muon's whole ones")
-    if target.is_spread and accelerator.num_processes > 1:
-        raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
-    fuse_where_asked(run.train, accelerator.device, console)
-    try:
-        command, settings = "headstart train", asdict(run)
+    launched = for_backend(run, accelerator, console)
+
+    # the run folder, whether it holds the beginning of this very run, and in a new one the rows: no weights are needed
+    with naming_output():
+        command, settings = "headstart train", asdict(launched)
         owned = held_by_main(accelerator, folder, command=command, settings=settings, holding=holding)
-    except BadInput as error:
-        raise BadInput(f"train.output_dir {error}") from error
     checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
     progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best(), Trend())
     begun = (folder / "config.yaml").is_file()
-    if begun:
-        written = written_config(folder)
-        if run.train.draft_coverage and run.head.draft_vocab_size is None:
-            run = with_draft_size(run, written["head"]["draft_vocab_size"])
-        resolved = replace(run, head=run.head.resolved(target))
-        check_same_run(folder, written, resolved, before=progress.num_processes, now=accelerator.num_processes)
-    reader = open_server(run, target, accelerator, holding)
-    data = load_data(run, target, accelerator, console, reader=reader)
-    run, draft_token_ids = with_draft_vocabulary(run, data, target, console)
-    resolved = replace(run, head=run.head.resolved(target))
+    asked = None if not begun or skeleton is None else as_begun(folder, launched, skeleton, progress, accelerator)
+    data = None if begun or skeleton is None else load_data(launched, skeleton, accelerator, console)
+    lack = too_few_rows(launched, data, skeleton) if checkpoint is None else None
+    if lack:
+        console.print(lack)
+
+    # the target
+    target = load_target(run, accelerator, console)
+    if target.is_spread and accelerator.num_processes > 1:
+        raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
+    fuse_where_asked(run.train, accelerator.device, console)
+    if asked is None:
+        asked = as_begun(folder, launched, target, progress, accelerator) if begun else launched
+    reader = open_server(asked, target, accelerator, console, holding)
+    data = load_data(asked, target, accelerator, console) if data is None else data
+    data.reader = reader
+    sized, draft_token_ids = with_draft_vocabulary(asked, data, target, console)
+    whole = replace(sized, head=sized.head.resolved(target))
     if begun:
         check_same_inputs(folder, target, data)
+
+    # the head and its optimizer
     target.to(accelerator.device)
     pack_linears(target.base, without=target.layers if target.is_sharded else ())
-    head = first_head(run, target, draft_token_ids, console)
+    head = first_head(sized, target, draft_token_ids, console)
     if reader is not None and data.validation and not isinstance(data.validation, Shards):
         data.validation = served_validation(data.validation, data.config, reader, accelerator, folder, console)
     check_stored_states(data, head, target)
-    if checkpoint is None and run.train.start_from is None:
-        head.begin_training(first_batches(run.train, data, head))
-    optimizer, record = build_optimizer(head, run.train), TrainingRecord.of(resolved, target, data)
-    return Start(resolved, target, accelerator, place, data, head, optimizer, checkpoint, progress, record, owned)
+    if checkpoint is None and whole.train.start_from is None:
+        late = too_few_rows(launched, data, target)
+        line = head.begin_training(first_batches(whole.train, data, head), fits=late is None) or late
+        if line and line != lack:
+            console.print(line)
+    optimizer, record = build_optimizer(head, whole.train), TrainingRecord.of(whole, target, data)
+    return Start(whole, target, accelerator, place, data, head, optimizer, checkpoint, progress, record, owned)
+
+
+def check_before_loading(run: RunConfig, folder: Path) -> Target | None:
+    """Raises BadInput on what is wrong and known without weights: the head's sizes, trackers, the run folder, the
+    head to start from. Returns the target without weights; None if it cannot be built so."""
+    check_trackers(run.train)
+    if run.train.patience and not run.data.validation:
+        raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
+    with naming_output():
+        check_owner(folder, command="headstart train")
+    if run.train.start_from is not None:
+        try:
+            check_family(run.head, run.train.start_from)
+        except BadInput as error:
+            raise BadInput(f"train.start_from: {error}") from error
+    return check_fit(run.head, run.target)
+
+
+@contextmanager
+def naming_output() -> Iterator[None]:
+    """BadInput of the run folder with the name of its key."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"train.output_dir {error}") from error
+
+
+def too_few_rows(run: RunConfig, data: TrainingData | None, skeleton: Target | None) -> str | None:
+    """A line if a head that is to be fitted has too few rows for that; None where this is not known yet."""
+    if data is None or skeleton is None or not run.head.is_fitted or run.train.start_from is not None:
+        return None
+    return too_few(data.samples.manifest.num_supervised_tokens, skeleton.hidden_size)
+
+
+def for_backend(run: RunConfig, accelerator: Accelerator, console: Console) -> RunConfig:
+    """The run as the launched backend can train it: without Muon where processes hold parts of matrices."""
+    backend = actual_launch(accelerator).backend
+    if run.train.optimizer != "muon" or backend not in ("deepspeed", "fsdp2"):
+        return run
+    train = without_whole_matrices(run.train, backend)
+    console.print(f"AdamW at {train.learning_rate}: {backend} has parts of matrices, not Muon's whole ones")
+    return replace(run, train=train)
+
+
+def as_begun(folder: Path, run: RunConfig, target: Target, progress: Progress, accelerator: Accelerator) -> RunConfig:
+    """The run with the size of the draft vocabulary that its folder was begun with. Raises BadInput if that holds a run
+    of another config, or one that cannot go on with so many processes."""
+    written = written_config(folder)
+    if run.train.draft_coverage and run.head.draft_vocab_size is None:
+        run = with_draft_size(run, written["head"]["draft_vocab_size"])
+    resolved = replace(run, head=run.head.resolved(target))
+    check_same_run(folder, written, resolved, before=progress.num_processes, now=accelerator.num_processes)
+    return run
 
 
 def fuse_where_asked(train: TrainConfig, device: torch.device, console: Console) -> None:
@@ -162,17 +234,22 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
     if changed:
         console.print(f"train.start_from: that head was trained with another {', '.join(changed)}")
     if config.lora_rank:
-        how = {"rank": config.lora_rank, "alpha": config.lora_alpha, "vocab_size": head.num_drafted}
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
-            add_adapters(head, **how, key="train.lora_rank")
+            add_adapters(
+                head,
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                vocab_size=head.num_drafted,
+                key="train.lora_rank",
+            )
     return head
 
 
 def first_batches(config: TrainConfig, data: TrainingData, head: DraftHead) -> Iterator[DraftBatch]:
     """The rows in the order of training, once; the same in every process, and however a step's rows are spread."""
-    longest = data.plan(batch_size=1, seed=config.seed).sequence.longest
-    num_rows = min(ROWS_AT_ONCE, max(1, TOKENS_AT_ONCE // longest))
+    longest = int(data.samples.lengths.max())
+    num_rows = min(ROWS_AT_ONCE, max(1, TOKENS_AT_ONCE // longest), len(data.samples))
     plan = data.plan(batch_size=num_rows, seed=config.seed)
     for number in range(max(1, len(data.samples) // num_rows)):
         yield data.batch(plan.rows(number)).to(head.target.device).filled(head.read_target)

@@ -2,26 +2,30 @@
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from ..configs.terminal import PlainConsole
-from ..data_pipelines.loader import BatchPlan
+from ..base.ending import finishing
+from ..base.errors import BadInput
+from ..base.terminal import PlainConsole
+from ..data_pipelines.loader import BatchPlan, TrainingBatch
 from ..heads.base import DraftHead
 from ..heads.nn.kept import is_kept, most_kept
-from .config import RunConfig, TrainConfig
-from .launch import product_dtype
+from .inputs.config import RunConfig, TrainConfig
+from .inputs.launch import product_dtype
 from .loop import Loop, NoBatch
-from .speed import limit_of
 from .start import Start, find_inputs, set_up
-from .stopping import Stopping, Watchdog
-from .tracking import Tracker
-from .trend import ADVICE
 from .validation import Validation, ValidationResult
+from .watching.speed import limit_of
+from .watching.stopping import Stopping, Watchdog
+from .watching.tracking import Tracker
+from .watching.trend import ADVICE
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Outcome:
     validation: ValidationResult | None  # the last
 
 
-def train(run: RunConfig, *, console: Console | None = None) -> Path:
+def train_head(run: RunConfig, *, console: Console | None = None) -> Path:
     """Train a head as the config says, resuming from the run folder's last checkpoint; returns the head's folder.
 
     Raises: BadInput on anything the user can fix, before the run folder is touched; SystemExit with a signal's exit
@@ -44,7 +48,7 @@ def train(run: RunConfig, *, console: Console | None = None) -> Path:
 
 
 def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack) -> Path:
-    """`train`, with the folder held until `holding` ends."""
+    """`train_head`, with the folder held until `holding` ends."""
     deadline = time.monotonic() + (run.train.stop_after or math.inf)
     start = find_inputs(run, folder, console, holding)
     run, config, data, place = start.run, start.run.train, start.data, start.place
@@ -64,14 +68,14 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     is_main, num_ranks = accelerator.is_main_process, accelerator.num_processes
     tracker = Tracker(folder, num_steps=config.max_steps, first_step=first_step, is_main=is_main, console=console)
     watchdog = Watchdog(minutes=config.watchdog_minutes, rank=accelerator.process_index, num_ranks=num_ranks)
-    with watchdog, Stopping() as stopping, tracker:
+    with finishing("the step and its checkpoint"), watchdog, Stopping() as stopping, tracker:
         tracker.start(run)
         if data.reader is not None:  # a signal ends the wait for a server that is away
             data.reader.server.is_gone = lambda: stopping.received.name if stopping.received else None
         loop = Loop(
             backend,
             place=place,
-            trend=start.progress.trend,
+            progress=start.progress,
             stopping=stopping,
             watchdog=watchdog,
             deadline=deadline,
@@ -103,12 +107,12 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
 
 def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device: torch.device) -> str | None:
     """A line about a run whose longest batches are too large to keep their activations; None if they fit."""
-    longest = plan.sequence.longest
+    longest = int(plan.sequence.lengths.max())
     with torch.random.fork_rng():  # a family may draw its chains
         starts = head.training_starts(torch.ones(plan.batch_size, longest, dtype=torch.bool))
     starts = starts.part(0, config.context_parallel)
-    how = {"itemsize": product_dtype(config).itemsize, "num_depths": starts.num_depths}
-    num_bytes = head.kept_bytes(starts.positions.numel(), **how)
+    itemsize = product_dtype(config).itemsize
+    num_bytes = head.kept_bytes(starts.positions.numel(), itemsize=itemsize, num_depths=starts.num_depths)
     if is_kept(num_bytes, device):
         return None
     size, most = f"{plan.batch_size} x {longest} tokens", f"at most {most_kept(device) / 1e9:.1f} GB are kept here"
@@ -122,32 +126,35 @@ def take_steps(start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, fold
     rows = start.data.validation
     validation = Validation(loop.backend, rows, loop.watchdog) if rows else None
     result: ValidationResult | None = None
+    loss = math.nan
     is_over = count >= config.max_steps or 0 < config.patience <= best.waited  # then only the head has to be written
     if is_over and validation:
         result = validation.measure()
-    batches = start.data.batches(plan, range(count * config.accumulation, last_step * config.accumulation))
-    for step in range(count, last_step) if not is_over else ():
+    steps = learning_steps(start, loop, plan, range(count, last_step), console)
+    while not is_over:
         try:
-            row = loop.step(step, batches)
+            row = next(steps, None)
         except NoBatch:
             if count > first_step:
                 loop.save(folder / "checkpoints", step=count, best=best)
             if not loop.should_stop:
                 raise
             return Outcome(count, False, result)
-        count, loss = step + 1, row["loss"]
-        if loop.trend.take(count, loss):
+        if row is None:
+            break
+        count = row["step"]
+        if loop.trend.take(count, loss := row["loss"]):
             console.print(f"step {count}: the loss diverges ({loop.trend}): {ADVICE}")
         is_last = count == last_step or loop.should_stop or loop.is_late
         if count % config.log_every == 0 or is_last:
-            epoch = round(plan.epoch(count * config.accumulation), 4)
-            tracker.log({**row, "epoch": epoch}, figures=f"loss {loss:.4f}")
-        if validation and (is_due(count, config.validate_every) or count == config.max_steps or loop.is_late):
+            tracker.log(row, figures=f"loss {loss:.4f}")
+        is_planned = is_due(count, config.validate_every) or count == config.max_steps
+        if validation and (is_planned or loop.is_late):
             loop.check_finite(count)
             result = validation.measure()
             tracker.log({"step": count, "validation": result.to_json()})
             console.print(f"step {count}: loss {loss:.4f}, {result}")
-            if best.take(count, result.taught.acceptance_length):
+            if best.take(count, result.taught.acceptance_length, is_due=is_planned):
                 loop.write_head(folder / "best", replace(start.record, steps=count, validation=result))
             is_over = 0 < config.patience <= best.waited
         is_over = is_over or count == config.max_steps
@@ -156,6 +163,32 @@ def take_steps(start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, fold
         if is_last or is_over:
             break
     return Outcome(count, is_over, result)
+
+
+def learning_steps(
+    start: Start, loop: Loop, plan: BatchPlan, steps: range, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Takes the steps, yielding each one's row of metrics.jsonl. Batches without a position to learn are no step: the
+    next ones are taken.
+
+    Raises: as `Loop.step`, and BadInput if a whole pass over the data has no position to learn.
+    """
+
+    def first_batch(step: int) -> int:
+        return (step + loop.num_empty) * loop.config.accumulation
+
+    def batches_from(step: int) -> Iterator[TrainingBatch]:
+        return start.data.batches(plan, range(first_batch(step), first_batch(steps.stop)))
+
+    batches = batches_from(steps.start)
+    for step in steps:
+        begun = plan.epoch(first_batch(step))
+        while (row := loop.step(step, batches)) is None:
+            if plan.epoch(first_batch(step)) - begun > 1:
+                raise BadInput(f"step {step + 1}: no row has a position to learn in a whole pass over the data")
+            console.print(f"step {step + 1}: its rows have no position to learn, so the next ones are taken")
+            batches = batches_from(step)
+        yield {**row, "epoch": round(plan.epoch(first_batch(step + 1)), 4)}
 
 
 def is_due(step: int, every: int) -> bool:

@@ -1,6 +1,7 @@
 """The record of how a head was trained: the `training` part of its config.json, which every export copies."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..data_pipelines.masks.rendering import num_common
-from ..data_pipelines.sources import read_sources
-from ..data_pipelines.storage.samples import PROMPT
+from ..data_pipelines.rows.samples import PROMPT
+from ..data_pipelines.rows.sources import read_sources
 from ..data_pipelines.storage.shards import Shards
-from ..eval.measurement.result import AnswerSettings, PromptEnding
-from ..heads.chat.reasoning import template_hash
-from ..heads.loading import quantization
-from ..heads.target import Target
-from .config import RunConfig
-from .data import TrainingData
+from ..eval.figures.recorded_training import MOST_RECORDED, AnswerSettings, LearntPrompts, PromptEnding
+from ..targets.chat.reasoning import template_hash
+from ..targets.loading import quantization
+from ..targets.target import Target
+from .inputs.config import RunConfig
+from .inputs.data import TrainingData
 from .validation import ValidationResult
 
 NUM_PROMPTS = 128  # rows, spread over the data, whose prompts are compared
@@ -25,12 +26,13 @@ LONGEST_ENDING = 16  # tokens of what they have in common
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The `training` part of a head's config.json; docs/run_folder.md has its keys."""
+    """The `training` part of a head's config.json; docs/reference/run_folder.md has its keys."""
 
     max_length: int  # tokens of the longest rows
     num_depths: int
     template_hash: str | None
     prompt_ending: PromptEnding | None
+    prompts: LearntPrompts | None  # by which an evaluation knows what the head has learnt
     target_dtype: str
     target_quantization: str | None
     target_adapter: str | None  # the folder of the target's served adapter
@@ -48,6 +50,7 @@ class TrainingRecord:
             num_depths=run.head.num_depths,
             template_hash=template_hash(target.tokenizer),
             prompt_ending=shown,
+            prompts=learnt_prompts(data.samples, target),
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
             target_adapter=None if target.adapter is None else target.adapter.path,
@@ -58,18 +61,30 @@ class TrainingRecord:
         return {**asdict(self), "validation": self.validation and self.validation.to_json()}
 
 
-def common_ending(samples: Shards) -> list[int]:
-    """The token ids with which all prompts end: what the chat template puts before an answer."""
-    ending: list[int] | None = None
-    for index in np.linspace(0, len(samples) - 1, min(len(samples), NUM_PROMPTS)).astype(int).tolist():
+def prompts_of(samples: Shards, most: int) -> Iterator[list[int]]:
+    """The token ids before the first answer, of at most so many rows, spread over the data."""
+    for index in np.linspace(0, len(samples) - 1, min(len(samples), most)).astype(int).tolist():
         sample = samples[index].sample
         length = int(sample.loss_mask.argmax())
         if length < 2 or (sample.segments[:length] != PROMPT).any():
             continue  # a text supervised from its start or second token, or a later piece of a long row
-        tokens = sample.input_ids[max(length - LONGEST_ENDING, 0) : length].tolist()
+        yield sample.input_ids[:length].tolist()
+
+
+def common_ending(samples: Shards) -> list[int]:
+    """The token ids with which all prompts end: what the chat template puts before an answer."""
+    ending: list[int] | None = None
+    for prompt in prompts_of(samples, NUM_PROMPTS):
+        tokens = prompt[-LONGEST_ENDING:]
         shared = len(tokens) if ending is None else num_common(ending[::-1], tokens[::-1])
         ending = tokens[len(tokens) - shared :]
     return ending or []
+
+
+def learnt_prompts(samples: Shards, target: Target) -> LearntPrompts | None:
+    """None if no row has a prompt."""
+    texts = [target.tokenizer.decode(ids) for ids in prompts_of(samples, MOST_RECORDED)]
+    return LearntPrompts.of(texts, num_rows=len(samples)) if texts else None
 
 
 def answer_settings(train: Any) -> list[AnswerSettings] | None:

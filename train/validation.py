@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from ..data_pipelines.loader import collate
-from ..data_pipelines.storage.samples import Sample
+from ..data_pipelines.rows.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.decoding import generate
 from ..eval.decoding.replay import default_steps
+from ..eval.figures.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..eval.measurement.breakdown import acceptance_part
-from ..eval.measurement.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from .backend import Backend
-from .stopping import Watchdog
+from .watching.stopping import Watchdog
 
 PROMPTS = 8  # that are decoded
 PLAIN_PROMPT = 8  # tokens of a text without a prompt that serve as one
@@ -42,7 +42,7 @@ class ValidationResult:
     confidence: ConfidenceLine | None = None  # by which a confidence head is calibrated on these rows
 
     def to_json(self) -> dict[str, Any]:
-        """As docs/run_folder.md has it."""
+        """The validation as docs/reference/run_folder.md has it."""
         row: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, **asdict(self.taught)}
         if self.decoded is not None:
             figures, taught = asdict(self.decoded.figures), asdict(self.decoded.taught)
@@ -69,7 +69,7 @@ class Validation:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         self.config, self.backend, self.watchdog, self.device = config, backend, watchdog, accelerator.device
         self.rows, self.most_rows = rows[rank::num_ranks], -(-len(rows) // num_ranks)  # of this rank, of any
-        room = max(target.max_positions - config.decode_tokens, 0) if target.can_decode else 0
+        room = max(target.num_positions - config.decode_tokens, 0) if target.can_decode else 0
         num = PROMPTS if config.decode_prompts is None else config.decode_prompts
         prompts = [prompt_of(row.sample)[-room:] for row in rows[:num]] if room else []
         self.prompts, self.num_prompts = prompts[rank::num_ranks], len(prompts)
@@ -89,7 +89,8 @@ class Validation:
                     if head.target.is_sharded:
                         head.read_target(torch.zeros(1, 1, dtype=torch.long, device=head.target.device))
                     continue
-                batch = collate([[row] for row in rows]).to(self.device).filled(head.read_target)
+                fresh = [replace(row) for row in rows]  # a row keeps its states once they are unpacked
+                batch = collate(fresh).to(self.device).filled(head.read_target)
                 out = self._forced(head, batch)
                 taught += expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
                 estimated += self._estimated(head, batch, out)

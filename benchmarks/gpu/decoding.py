@@ -31,15 +31,15 @@ from ...eval.decoding.engine import Engine
 from ...eval.decoding.loop import decode
 from ...eval.decoding.stopping import Stop
 from ...eval.drafters.registry import build_drafter
-from ...eval.measurement.config import MeasureConfig
-from ...eval.measurement.environment import device_name
+from ...eval.figures.environment import device_name
 from ...eval.measurement.measure import measure
 from ...eval.measurement.step_times import TimedCell
+from ...eval.proof.config import MeasureConfig
 from ...eval.suites.prompts import Suite, load_suite
-from ...heads.drafting import DynamicTree
-from ...heads.loading import default_device
-from ...heads.target import Target
-from ...heads.targets.dtype import default_dtype
+from ...heads.drafting.trees import DynamicTree
+from ...targets.dtype import default_dtype
+from ...targets.loading import default_device
+from ...targets.target import Target
 from .. import store
 from ..store import CellStore, Figures
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from ...eval.measurement.bandwidth import copy_bandwidth
-from ...eval.measurement.environment import device_name
-from ...heads.decoders.joined_decoder import compiled_ahead
-from ...heads.loading import default_device
-from ...train.speed import matmul_rate
+from ...eval.figures.bandwidth import copy_bandwidth
+from ...eval.figures.environment import device_name
+from ...targets.cpu.joined_decoder import compiled_ahead
+from ...targets.loading import default_device
+from ..operations import matmul_rate
 from ..store import BenchedCell, CellStore, Figures
 
 PACKAGES = "transformers accelerate triton safetensors pydantic gguf peft datasets wandb deepspeed openai".split()

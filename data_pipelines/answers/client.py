@@ -1,26 +1,26 @@
 """A client of OpenAI-compatible servers (vLLM, SGLang, ...) that balances load over several of them."""
 
 import json
-import os
 import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import date
+from email.utils import parsedate_to_datetime
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 
-from ...configs.errors import BadInput, first_line
-from ...configs.neutral_sampling import NEUTRAL
-from ...heads.chat.messages import for_api, normalise
-from ...heads.chat.rows import DAY, VARIABLES
-from ...heads.chat.written_ids import ids_in_response
+from ...base.errors import BadInput, first_line
+from ...engines.neutral_sampling import NEUTRAL
+from ...engines.servers.address import Address, first_answer
+from ...targets.chat.messages import for_api, normalise
+from ...targets.chat.rows import DAY, VARIABLES
+from ...targets.chat.written_ids import ids_in_response
 from .conversations import Answer, ChatRequest, Failure, SamplingConfig
 from .regenerate import ClientConfig
-from .servers import FAILURES_IN_A_ROW, Server, check_url, not_reached, refused_keys, retry_after
 
 if TYPE_CHECKING:
     import openai
@@ -31,6 +31,11 @@ NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
 LONGEST_BACKOFF = 60  # seconds between two attempts
+FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
+REFUSED_STATUSES = (400, 422)  # of a request with a key that the server does not take
+UNKNOWN_KEY = (
+    r"(?i)\b(extra|unknown|unrecogni[sz]ed|unsupported|unexpected)\b.*\b(arguments?|fields?|inputs?|keys?|param\w+)\b"
+)
 FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds for which a failing server gets no requests
 
 
@@ -44,31 +49,46 @@ class AttemptFailed(Exception):
         self.has_reached, self.rest = has_reached, rest
 
 
+@dataclass
+class Server:
+    """A server, and how its last requests went."""
+
+    address: Address
+    client: "openai.OpenAI"
+    num_busy: int = 0
+    num_failures: int = 0  # in a row
+    rests_until: float = 0.0  # time.monotonic(), in seconds
+    problem: str = ""
+    refused: set[str] = field(default_factory=set)  # optional keys of a request that it does not take
+
+    @property
+    def url(self) -> str:
+        return self.address.url
+
+    @property
+    def is_failing(self) -> bool:
+        return self.num_failures >= FAILURES_IN_A_ROW
+
+    def is_free(self, now: float, concurrency: int) -> bool:
+        return self.rests_until <= now and self.num_busy < (1 if self.is_failing else concurrency)
+
+
 class OpenAIClient:
     """Sends each request to the least busy server; safe to call from many threads.
 
     A request that failed may be repeated at another server, so `openai` itself does not repeat it.
     """
 
-    def __init__(self, urls: list[str], *, model: str, config: ClientConfig):
-        """urls: such as `http://localhost:8000/v1`. model: the name by which they serve it.
+    def __init__(self, addresses: Sequence[Address], *, model: str, config: ClientConfig):
+        """model: the name by which they serve it.
 
-        BadInput: a URL of another form, a key that is not set, no `openai` package, no server that takes connections.
+        BadInput: no `openai` package, no server that takes connections.
         """
-        for index, url in enumerate(urls):
-            check_url(url, where=f"servers.{index}")
         self.model, self.config = model, config
-        self._key = os.environ.get(config.api_key_env or "", "").strip()
-        if config.api_key_env is not None and not self._key:
-            raise BadInput(f"client.api_key_env: no environment variable {config.api_key_env}")
-        if not re.fullmatch(r"[!-~]*", self._key):
-            raise BadInput(
-                f"client.api_key_env: {config.api_key_env} has a line break or other invalid character in it"
-            )
-        self._servers = [Server(url.rstrip("/"), self._connected(url)) for url in urls]
+        self._servers = [Server(address, self._connected(address)) for address in addresses]
         self._changed = Condition()
         self._last_success = time.monotonic()
-        self._check_any_listens()
+        first_answer(addresses, lambda one: one.get("/v1/models"))  # or none can be reached
 
     @property
     def num_threads(self) -> int:
@@ -90,14 +110,14 @@ class OpenAIClient:
                     raise Failure(f"{failed} ({num_failed} attempts)") from failed
                 pause = failed.has_reached * min(self.config.backoff * 2 ** (num_failed - 1), LONGEST_BACKOFF)
 
-    def _connected(self, url: str) -> "openai.OpenAI":
+    def _connected(self, address: Address) -> "openai.OpenAI":
         try:
             import openai
         except ImportError as error:
             raise BadInput("asking servers needs the openai package: pip install openai") from error
         return openai.OpenAI(
-            base_url=url,
-            api_key=self._key or "EMPTY",  # ignored by servers without a key
+            base_url=f"{address.url}/v1",
+            api_key=address.key or "EMPTY",  # ignored by servers without a key
             timeout=openai.Timeout(self.config.timeout, connect=self.config.connect_timeout),
             max_retries=0,
         )
@@ -115,7 +135,7 @@ class OpenAIClient:
                 if refused := refused_keys(error, set(sent)):
                     left_out |= refused
                     continue
-                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {self._told(error)}"
+                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told_in(server, error)}"
                 if error.status_code in STOP_STATUSES:
                     raise BadInput(problem) from error
                 if error.status_code in RETRY_STATUSES or error.status_code >= 500:
@@ -123,14 +143,14 @@ class OpenAIClient:
                 raise Failure(problem) from error
             except openai.APIConnectionError as error:
                 if type(error.__cause__).__name__ in NOT_REACHED:
-                    raise AttemptFailed(not_reached(server, error), has_reached=False) from error
+                    problem = f"{server.url}: cannot be reached: {first_line(error.__cause__ or error)}"
+                    raise AttemptFailed(problem, has_reached=False) from error
                 if isinstance(error, openai.APITimeoutError):
                     raise AttemptFailed(f"{server.url}: no answer within {self.config.timeout:g} s") from error
                 raise AttemptFailed(f"{server.url}: connection lost: {first_line(error.__cause__ or error)}") from error
             self._note_refused(server, left_out)
             left_to_server = tuple(sorted(left_out & optional.keys() & NEUTRAL.keys()))
-            told = {**variables_of(request), DAY: date.today().isoformat()}  # the day that a template may have printed
-            return replace(answer_of(payload, server.url), left_to_server=left_to_server, variables=told)
+            return replace(self._read(payload, request, server.url), left_to_server=left_to_server)
 
     def optional(self, sampling: SamplingConfig) -> dict[str, Any]:
         """The keys that a server may refuse: those that are sent only because it may have a default of its own, and
@@ -143,14 +163,8 @@ class OpenAIClient:
         import openai
 
         sampling = request.sampling
-        extra = dict(optional)
-        if sampling.top_k:
-            extra["top_k"] = sampling.top_k
-        if variables := variables_of(request):
-            extra[VARIABLES] = variables
-        for key, value in self.config.extra_body.items():
-            both = isinstance(value, Mapping) and isinstance(extra.get(key), Mapping)
-            extra[key] = {**extra[key], **value} if both else value
+        variables = variables_of(request)
+        extra = self._extra(request.sampling, {**optional, **({VARIABLES: variables} if variables else {})})
         messages: Any = [for_api(message) for message in request.messages]
         tools: Any = request.tools
         response = server.client.chat.completions.with_raw_response.create(
@@ -165,6 +179,20 @@ class OpenAIClient:
         )
         return response.content
 
+    def _extra(self, sampling: SamplingConfig, keys: dict[str, Any]) -> dict[str, Any]:
+        """Keys of a request that openai's library has no names for, with those that the user gave."""
+        extra = {**keys, **({"top_k": sampling.top_k} if sampling.top_k else {})}
+        for key, value in self.config.extra_body.items():
+            both = isinstance(value, Mapping) and isinstance(extra.get(key), Mapping)
+            extra[key] = {**extra[key], **value} if both else value
+        return extra
+
+    def _read(self, payload: bytes, request: ChatRequest, url: str) -> Answer:
+        """The answer in a server's response. Raises AttemptFailed if it has none."""
+        day = {DAY: date.today().isoformat()}  # that a template may have printed
+        told = {**variables_of(request), **self.config.extra_body.get(VARIABLES, {}), **day}
+        return replace(answer_of(payload, url), variables=told)
+
     def _note_refused(self, server: Server, left_out: set[str]) -> None:
         """Leave these keys out of later requests to the server, which has just answered one without them."""
         with self._changed:
@@ -178,30 +206,6 @@ class OpenAIClient:
 
     def _say(self, server: Server, refused: list[str], what: str) -> None:
         print(f"headstart: {server.url}: refuses {', '.join(refused)}: {what}", file=sys.stderr)
-
-    def _told(self, error: "openai.APIStatusError") -> str:
-        """The server's message about a refusal, with the key removed if the message repeats it."""
-        body = error.body  # of {"error": ...} the inner part
-        text = body.get("message", body) if isinstance(body, dict) else body
-        text = " ".join(str(text or "").split())[:200] or "(no text)"
-        return text.replace(self._key, "***") if self._key else text
-
-    def _check_any_listens(self) -> None:
-        """Raises BadInput if no server can be reached; any HTTP response counts as reached."""
-        import openai
-
-        problems = []
-        for server in self._servers:
-            try:
-                server.client.models.with_raw_response.list(timeout=self.config.connect_timeout)
-            except openai.APIConnectionError as error:
-                if type(error.__cause__).__name__ in NOT_REACHED:
-                    problems.append(not_reached(server, error))
-                    continue
-            except openai.APIStatusError:  # reached, though it does not list models
-                pass
-            return
-        raise BadInput("; ".join(problems))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Which server is asked next
@@ -282,4 +286,31 @@ def answer_of(payload: bytes, url: str) -> Answer:
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:
     """What the server's chat template is told; not the day, which servers take from their own clock."""
-    return {name: value for name, value in request.told.items() if name != DAY}
+    return {name: value for name, value in request.template_variables.items() if name != DAY}
+
+
+def told_in(server: Server, error: "openai.APIStatusError") -> str:
+    """The server's message about a refusal, without the key."""
+    body = error.body  # of {"error": ...} the inner part
+    text = body.get("message", body) if isinstance(body, dict) else body
+    return server.address.hide(str(text or "")) or "(no text)"
+
+
+def refused_keys(error: "openai.APIStatusError", sent: set[str]) -> set[str]:
+    """Which of the keys that were sent a refusal is about: those that it names, or all if it speaks of unknown keys
+    without a name."""
+    if error.status_code not in REFUSED_STATUSES:
+        return set()
+    text = error.response.text
+    named = {key for key in sent if re.search(rf"\b{key}\b", text)}
+    return named or (sent if re.search(UNKNOWN_KEY, text) else set())
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds until a retry, from the header Retry-After, which has a number or a date; None: there is none."""
+    value = headers.get("Retry-After", "")
+    try:
+        is_number = value.replace(".", "", 1).isdigit()
+        return float(value) if is_number else max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

@@ -6,14 +6,22 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...configs.errors import BadInput
-from ...configs.jsonl import naming_faults
-from ...heads.chat.messages import Message, script_of
-from ...heads.chat.prompts import plain_prompt
-from ...heads.chat.rows import VARIABLES, ChatRow, chat_of, check_variables, is_chat, known_keys, with_thinking
-from ...heads.chat.written_ids import AnswerIds, as_entry
-from ..config import check_at_least_one
-from ..sources import Row
+from ...base.errors import BadInput
+from ...base.jsonl import naming_faults
+from ...targets.chat.messages import Message, script_of
+from ...targets.chat.prompts import plain_prompt
+from ...targets.chat.rows import (
+    VARIABLES,
+    ChatRow,
+    chat_of,
+    check_variables,
+    is_chat,
+    known_keys,
+    with_thinking,
+)
+from ...targets.chat.written_ids import AnswerIds, as_entry
+from ..rows.config import check_at_least_one
+from ..rows.sources import Row
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
 
@@ -59,8 +67,8 @@ class ChatRequest:
     variables: dict[str, Any] | None = None  # of the chat template; None: those of the sampling
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The variables that the chat template is told."""
+    def template_variables(self) -> dict[str, Any]:
+        """The variables that the chat template gets."""
         return self.sampling.variables if self.variables is None else self.variables
 
 
@@ -75,6 +83,7 @@ class Answer:
     ids: AnswerIds | None = None  # None: they are not known
     variables: dict[str, Any] = field(default_factory=dict)  # that the chat template was told
     left_to_server: tuple[str, ...] = ()  # sampling settings that the server refused to be told
+    is_plain: bool = False  # whether it continues the prompt's text, of a target without a chat template
 
 
 class Failure(Exception):
@@ -128,12 +137,14 @@ class Exchange:
                 break
         told = {"tools": self.tools, VARIABLES: answers[-1].variables}
         finish_reason = answers[-1].finish_reason
+        row = {"messages": messages, **{key: value for key, value in told.items() if value}}
+        if answers[0].is_plain:
+            row = {"prompt": messages[0]["content"], "response": messages[1]["content"]}
         own_defaults = sorted({key for answer in answers for key in answer.left_to_server})
         return {
             "id": self.key,
             "source_id": self.source_id,
-            "messages": messages,
-            **{key: value for key, value in told.items() if value},
+            **row,
             **as_entry((place, answer.ids) for place, answer in zip(places, answers, strict=True)),
             "finish_reason": finish_reason,
             "truncated": finish_reason == "length",
@@ -164,8 +175,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     if None not in script:
         raise BadInput(f"{row.origin}: no user turn to answer")
     own_id = data.get("id")
-    for number in range(sampling.num_samples):
-        sample = row.epoch * sampling.num_samples + number
+    for sample in range(sampling.num_samples):
         with naming_faults(row.data, row.origin):
             key = _hash([own_id, script, chat.tools, chat.variables, asdict(sampling), sample])
         source_id = row.origin if own_id is None else str(own_id)

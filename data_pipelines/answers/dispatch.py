@@ -8,7 +8,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from ..parallel import chunks
+from ..rows.parallel import chunks
 from .conversations import Answer, ChatRequest, Exchange, Failure
 
 BATCHES_IN_WINDOW = 16  # conversations of so many batches are sorted before they are batched

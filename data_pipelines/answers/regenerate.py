@@ -1,19 +1,25 @@
 """Regenerates the answers of rows with the target itself, because a head drafts what the target would write."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ...configs.errors import BadInput
-from ...configs.files import LocalPath
+from ...base.errors import BadInput
+from ...base.files import LocalPath
+from ...base.owned import check_owner
 from ...configs.loader import build
-from ...configs.neutral_sampling import NEUTRAL
-from ..config import TURNS, check_at_least_one, check_choice
-from ..sources import Source, iter_rows, read_sources
+from ...engines.neutral_sampling import NEUTRAL
+from ...engines.servers.setting import OURS, EngineSetting
+from ...targets.chat.rows import VARIABLES, check_variables
+from ..rows.config import TURNS, check_at_least_one, check_choice
+from ..rows.sources import Source, iter_rows, read_sources
 from .conversations import Exchange, Failure, SamplingConfig, exchanges
 from .dispatch import Outcome
-from .store import AnswerStore, RunIndex, RunSummary
+from .store import COMMAND, AnswerStore, RunIndex, RunSummary
+
+BY_IDS, BY_MESSAGES = ("vllm", "sglang"), "openai"  # how servers of these names are asked
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -21,7 +27,6 @@ class ClientConfig:
     """How requests are sent to servers."""
 
     concurrency: int = 64  # concurrent requests per server
-    api_key_env: str | None = None  # name of the environment variable with the API key
     connect_timeout: float = 10.0  # seconds
     timeout: float = 900.0  # seconds for an answer
     num_attempts: int = 6  # per answer; attempts that reach no server are not counted
@@ -31,14 +36,15 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(concurrency=self.concurrency, num_attempts=self.num_attempts)
+        check_variables(self.extra_body.get(VARIABLES, {}), f"extra_body.{VARIABLES}")
         for name in ("connect_timeout", "timeout", "backoff", "patience"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
 
 
 @dataclass(kw_only=True, frozen=True)
-class EngineConfig:
-    """How the target is run in this process, if no servers are given."""
+class EngineConfig(EngineSetting):
+    """What answers; with what our own engine is told, which runs in this process."""
 
     dtype: str = "auto"
     device: str | None = None  # None: cuda where there is one
@@ -48,7 +54,15 @@ class EngineConfig:
     head: LocalPath | None = None  # a head that drafts: the same answers, up to rounding, in fewer forwards
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_name(OURS, *BY_IDS, BY_MESSAGES)
         check_at_least_one(batch_size=self.batch_size)
+        ours = {"dtype": self.dtype != "auto", "device": self.device, "head": self.head}
+        ours |= {"adapter": self.adapter} if self.name != "vllm" else {}
+        if key := next((key for key, value in ours.items() if value and not self.is_ours), None):
+            raise BadInput(f"{key}: goes with name: {OURS}")
+        if self.name == BY_MESSAGES and not self.server:
+            raise BadInput(f"server: name {BY_MESSAGES} is of one that runs, such as http://localhost:8000")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -64,12 +78,11 @@ class RegenerateConfig:
 
     sources: str | list[str | dict[str, Any]]  # an `AskedSource`, or a list of such
     output: LocalPath  # the folder to fill
-    target: LocalPath  # its name on the `servers`, or without servers a local folder or hub id
+    target: LocalPath  # a local folder or hub id; of engine.name openai, its name at the server
     turns: str = "all"  # `all`: each assistant turn is answered, after the new answers before it; or only the `last`
     num_rows: int | None = None  # the first rows only, over all sources
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     drop_truncated: bool = False  # leave answers that were cut out of answers.jsonl
-    servers: list[str] = field(default_factory=list)  # such as http://localhost:8000/v1; none: this process
     client: ClientConfig = field(default_factory=ClientConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -79,6 +92,11 @@ class RegenerateConfig:
         for name in ("output", "target"):
             if not getattr(self, name):
                 raise BadInput(f"{name}: is empty")
+        if self.client.extra_body and self.engine.is_ours:
+            raise BadInput(f"client.extra_body: goes with a server; engine.name is {OURS}")
+        if VARIABLES in self.client.extra_body and self.engine.name in BY_IDS:
+            key = f"client.extra_body.{VARIABLES}"
+            raise BadInput(f"{key}: prompts are rendered here; give sampling.{VARIABLES}")
 
 
 @dataclass
@@ -116,20 +134,14 @@ def regenerate(
     Raises: BadInput on rows without a prompt, on a folder that was started with other settings or rows, and if no
         request can succeed any more. Answers so far are kept, and a later call with the same settings resumes.
     """
-    sampling_of = source_samplings(read_sources(config.sources, AskedSource), config.sampling)
-
-    def conversations() -> Iterator[Exchange]:
-        for row in iter_rows(config.sources, AskedSource, num_rows=config.num_rows):
-            yield from exchanges(row, sampling_of[row.source], turns=config.turns)
-
-    index = RunIndex.of(conversations())
+    index, sampling_of = RunIndex.of(conversations(config)), source_samplings(config)
     with AnswerStore(config.output, _settings(config, sampling_of, index, target_identity or {})) as store:
         if (summary := store.finished()) is not None:
             return summary
         progress = RunProgress(num_all=len(index.source_ids), num_answered=len(store))
         show(progress)
         failed: dict[str, dict[str, Any]] = {}
-        for key, outcome in answers(_each_once(conversations()), is_done=store.__contains__):
+        for key, outcome in answers(_each_once(conversations(config)), is_done=store.__contains__):
             if key in store:
                 continue
             if isinstance(outcome, Failure):
@@ -139,14 +151,29 @@ def regenerate(
                 progress.num_tokens += outcome["usage"]["completion_tokens"]
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
-        return store.finish(index, failed, drop_truncated=config.drop_truncated, servers=config.servers)
+        return store.finish(index, failed, drop_truncated=config.drop_truncated, servers=config.engine.servers)
 
 
-def source_samplings(sources: Sequence[AskedSource], common: SamplingConfig) -> dict[str, SamplingConfig]:
+def check_prompts(config: RegenerateConfig) -> None:
+    """Raises BadInput on what `regenerate` would refuse of rows and output folder, before a target is loaded."""
+    check_owner(config.output, command=COMMAND)
+    deque(conversations(config), maxlen=0)
+
+
+def conversations(config: RegenerateConfig) -> Iterator[Exchange]:
+    """What is asked, row by row. Raises BadInput on rows without a prompt."""
+    sampling_of = source_samplings(config)
+    for row in iter_rows(config.sources, AskedSource, num_rows=config.num_rows):
+        yield from exchanges(row, sampling_of[row.source], turns=config.turns)
+
+
+def source_samplings(config: RegenerateConfig) -> dict[str, SamplingConfig]:
     """The sampling of each source by its name. Raises BadInput if two sources of one name have different sampling."""
     sampling_of: dict[str, SamplingConfig] = {}
-    for index, source in enumerate(sources):
-        sampling = build(SamplingConfig, asdict(common) | (source.sampling or {}), where=f"sources.{index}.sampling")
+    for index, source in enumerate(read_sources(config.sources, AskedSource)):
+        sampling = build(
+            SamplingConfig, asdict(config.sampling) | (source.sampling or {}), where=f"sources.{index}.sampling"
+        )
         if sampling_of.setdefault(source.called, sampling) != sampling:
             raise BadInput(f"sources.{index}: another {source.called!r} has other sampling; give each its own `name`")
     return sampling_of
@@ -167,13 +194,15 @@ def _settings(
     target_identity: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that the answers depend on; not the servers' addresses or concurrency."""
-    by_servers = {"by": "servers", "extra_body": config.client.extra_body, "neutral_unless_chosen": NEUTRAL}
-    by_engine = {"by": "engine", "dtype": config.engine.dtype, "batch_size": config.engine.batch_size}  # for rounding
+    engine, client = config.engine, config.client
+    by_servers = {"by": engine.name, "args": engine.args, "extra_body": client.extra_body}
+    by_servers |= {"neutral_unless_chosen": NEUTRAL}
+    by_engine = {"by": "engine", "dtype": engine.dtype, "batch_size": engine.batch_size}  # for rounding
     return {
         "target": config.target,
         "target_fingerprint": None,
         **target_identity,
-        **(by_servers if config.servers else by_engine),
+        **(by_engine if engine.is_ours else by_servers),
         **{name: getattr(config, name) for name in ("turns", "num_rows", "drop_truncated")},
         "sampling": {name: asdict(sampling) for name, sampling in sampling_of.items()},
         "rows_sha256": hashlib.sha256("".join(index.source_ids).encode()).hexdigest(),

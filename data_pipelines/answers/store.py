@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...configs.errors import BadInput
-from ...configs.files import remove, replacing, write_text
-from ...configs.jsonl import index_appended
-from ...configs.owned import OwnedFolder
+from ...base.errors import BadInput
+from ...base.files import remove, replacing, write_text
+from ...base.jsonl import index_appended
+from ...base.owned import OwnedFolder
 from .conversations import Exchange
 
+COMMAND = "headstart data regenerate"
 FORMAT = 1
 SYNC_SECONDS = 1.0  # after a power loss, at most the rows of this time are missing
 
@@ -27,7 +28,6 @@ class Counts:
     answered: int = 0
     written: int = 0  # to answers.jsonl
     truncated: int = 0  # the last answer was cut at max_tokens
-    ended_early: int = 0  # not all turns were answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failed: int = 0
@@ -83,7 +83,7 @@ class AnswerStore:
         self._synced = time.monotonic()
 
     def __enter__(self) -> "AnswerStore":
-        self._owned = OwnedFolder(self.folder, command="headstart data regenerate", settings=self.settings)
+        self._owned = OwnedFolder(self.folder, command=COMMAND, settings=self.settings)
         try:
             manifest = self._read_manifest()
             if manifest is None:
@@ -161,7 +161,6 @@ class AnswerStore:
                 row = json.loads(line)
                 counts.answered += 1
                 counts.truncated += row["truncated"]
-                counts.ended_early += row["num_turns_left"] > 0
                 counts.prompt_tokens += row["usage"]["prompt_tokens"]
                 counts.completion_tokens += row["usage"]["completion_tokens"]
                 for setting in row.get("left_to_server", ()):
@@ -190,8 +189,8 @@ class AnswerStore:
     def _open_part(self) -> BinaryIO:
         """The part file, opened at the end of its last complete row; a partial row left by a kill is truncated."""
         file = self.part.open("a+b")
-        how = {"where": str(self.part), "advice": "delete this line to have its row answered again"}
-        self._offsets = index_appended(file, lambda row: row["id"], **how)
+        advice = "delete this line to have its row answered again"
+        self._offsets = index_appended(file, lambda row: row["id"], where=str(self.part), advice=advice)
         return file
 
     def _sync(self) -> None:

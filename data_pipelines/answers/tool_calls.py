@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from ...heads.chat.messages import Message
+from ...targets.chat.messages import Message
 
 ARGUMENTS = ("arguments", "parameters")
 

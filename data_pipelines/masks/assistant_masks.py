@@ -12,8 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ...heads.chat.messages import REASONING_KEYS, Message
-from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate
+from ...targets.chat.messages import REASONING_KEYS, Message
+from ...targets.chat.prompts import RENDER_ERRORS, ChatTemplate
+from ...targets.chat.written_ids import Written, joined
 from .rendering import Rendering, Unproved, close, num_common
 from .segments import Span, TokenTable, token_table
 from .turn_by_turn import spans_turn_by_turn
@@ -29,22 +30,30 @@ class Chat(ChatTemplate):
     def table(self) -> TokenTable:
         return token_table(self.tokenizer)
 
-    def answer_spans(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        """The token ids of the conversation, and the span of each answer in order, its end token included.
+    def sequences(self, messages: list[Message]) -> list[Written]:
+        """The token ids of the conversation, with the span of each answer in order, its end token included.
 
-        Before a last answer they are those of `ChatTemplate.prompt`: what the target is given in serving.
+        Each answer stands behind the ids of its prompt alone, which are what the target is given in serving; before a
+        last answer they are those of `ChatTemplate.prompt`. In the whole conversation, tokens may reach across the
+        border of a prompt and its answer: `joined` then begins another sequence.
         """
-        text = self.render_text(messages)
-        rendering = Rendering.of(text, self.table)
+        whole = Rendering.of(self.render_text(messages), self.table)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", self.template):
             spans = self._spans_by_template(messages)
         else:
-            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             try:
-                spans = self._spans_by_marks(messages, answers, rendering)
+                spans = self._spans_by_marks(messages, answers, whole)
             except RENDER_ERRORS:  # not proved, or the template refuses the marked copy or the last prompt
-                spans = spans_turn_by_turn(messages, rendering.ids, self)
-        return self._behind_its_prompt(messages, rendering, spans)
+                spans = spans_turn_by_turn(messages, whole.ids, self)
+        if not spans:
+            return [Written(whole.ids, [])]
+        borders = self._borders(messages, answers, whole, spans)
+        turns = [whole.turn(span, border) for span, border in zip(spans, borders, strict=True)]
+        if messages[-1]["role"] == "assistant" and len(messages) > 1:
+            turns[-1] = self._last_turn(messages, whole, spans[-1]) or turns[-1]
+        *earlier, last = joined(turns)
+        return [*earlier, Written([*last.input_ids, *whole.ids[spans[-1][1] :]], last.spans)]
 
     def leaves_out_calls(self, messages: list[Message]) -> bool:
         """Whether the template omits a tool call: a mark in its function's name is missing in the rendering."""
@@ -61,8 +70,13 @@ class Chat(ChatTemplate):
 
     def _spans_by_template(self, messages: list[Message]) -> list[Span]:
         """The answers' spans from the template's own `{% generation %}` blocks."""
-        how = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        encoded = self.tokenizer.apply_chat_template(messages, **how, **self.told)
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+            **self.arguments,
+        )
         ids, mask = list(encoded["input_ids"]), [0, *encoded["assistant_masks"], 0]
         edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
@@ -89,43 +103,43 @@ class Chat(ChatTemplate):
             for index, (_, start), end in zip(answers, turns, ends, strict=True)
         ]
 
-    def _behind_its_prompt(
-        self, messages: list[Message], whole: Rendering, spans: list[Span]
-    ) -> tuple[list[int], list[Span]]:
-        """Ids and spans with the last answer, if it is the last message, behind the prompt of serving.
+    def _borders(
+        self, messages: list[Message], answers: list[int], whole: Rendering, spans: list[Span]
+    ) -> list[int | None]:
+        """Where the prompt of each answer ends, in characters of the whole conversation; None if that is not known."""
+        if whole.starts:
+            opener = self._opener_text(messages, answers)
+            return [whole.border(start, opener) for start, _ in spans]
+        borders: list[int | None] = []
+        for index in answers:
+            try:
+                text = self._prompt_text(messages[:index])
+            except RENDER_ERRORS:
+                text = ""
+            borders.append(len(text) if text and whole.text.startswith(text) else None)
+        return borders
+
+    def _last_turn(self, messages: list[Message], whole: Rendering, span: Span) -> tuple[list[int], list[int]] | None:
+        """The ids of the last prompt, and those of the answer behind it; None if the template refuses the prompt.
 
         Templates may render a conversation otherwise than its prompt with the answer behind it: drop the answer's
         trace, or the marker with which the prompt opens it, or traces before it.
         """
-        ids = whole.ids
-        if messages[-1]["role"] != "assistant" or len(messages) == 1 or not spans:
-            return ids, spans
         try:
             text = self._prompt_text(messages[:-1])
-        except RENDER_ERRORS:  # asked for this answer, the template would refuse too
-            return ids, spans
-        start, end = spans[-1]
-        dropped = self._dropped_trace(messages[-1], ids[start:end])
-        length = whole.num_tokens_of(text) if dropped is None else None
-        if length is not None:
-            return ids, [*spans[:-1], (max(start, length), end)]
-        prompt = self.table.ids(text)
-        if dropped is None and ids[: len(prompt)] == prompt:
-            return ids, [*spans[:-1], (max(start, len(prompt)), end)]
-        if dropped is not None:
-            if self.markers and text.rstrip().endswith(self.markers[0]):
-                dropped = dropped.removeprefix(self.markers[0]).lstrip("\n")
-            rest = [*self.table.ids(dropped), *(ids[end - 1 : end] if ids[end - 1] in self.table.special else [])]
-            num_behind = 0
-        else:  # a token may reach from the prompt into the answer, but the target writes the answer alone
-            rest = self.table.ids(whole.text[len(text) :]) if whole.text.startswith(text) else ids[start:]
-            num_behind = len(ids) - end
-        earlier = spans[:-1]
-        if earlier and ids[: earlier[-1][1]] != prompt[: earlier[-1][1]]:
-            others, earlier = self.answer_spans(messages[:-1])
-            earlier = [span for span in earlier if others[: span[1]] == prompt[: span[1]]]
-        whole_ids = [*prompt, *rest]
-        return whole_ids, [*earlier, (len(prompt), max(len(prompt), len(whole_ids) - num_behind))]
+        except RENDER_ERRORS:
+            return None
+        answer = whole.ids[span[0] : span[1]]
+        dropped = self._dropped_trace(messages[-1], answer)
+        if dropped is None:
+            is_start = whole.text.startswith(text)
+            return whole.turn(span, len(text)) if is_start else (self.table.ids(text), answer)
+        if self.markers and text.rstrip().endswith(self.markers[0]):
+            dropped = dropped.removeprefix(self.markers[0]).lstrip("\n")
+        return self.table.ids(text), [
+            *self.table.ids(dropped),
+            *(answer[-1:] if answer[-1] in self.table.special else []),
+        ]
 
     def _dropped_trace(self, last: Message, answer: list[int]) -> str | None:
         """The content of the last message, if the template dropped the reasoning trace in it (as DeepSeek-R1's does);
@@ -189,16 +203,31 @@ class Chat(ChatTemplate):
 
     def _opener(self, messages: list[Message], answers: list[int]) -> list[int]:
         """The token ids of the generation prompt before the last answer. Raises Unproved if there is nothing before."""
-        before = messages[: next((i for i in reversed(answers) if i and i - 1 not in answers), 0)]
+        before = self._before_last_answer(messages, answers)
         if not before:
             raise Unproved
+        ids = self.table.ids(self._opener_text(messages, answers))
+        if ids and ids[0] in self.table.special:  # after a special token, tokens do not depend on earlier text
+            return ids
         prompt, plain = self._prompt_text(before), self.render_text(before)
-        if prompt.startswith(plain):
-            ids = self.table.ids(prompt[len(plain) :])
-            if not ids or ids[0] in self.table.special:  # after a special token, tokens do not depend on earlier text
-                return ids
-        ids = self.render(before, generation_prompt=True)
-        return ids[num_common(ids, self.render(before)) :]
+        if prompt == plain:
+            return []
+        ids = self.ids(prompt)
+        return ids[num_common(ids, self.ids(plain)) :]
+
+    def _opener_text(self, messages: list[Message], answers: list[int]) -> str:
+        """The text that the generation prompt before the last answer adds; empty if there is no such text."""
+        before = self._before_last_answer(messages, answers)
+        if not before:
+            return ""
+        try:
+            prompt, plain = self._prompt_text(before), self.render_text(before)
+        except RENDER_ERRORS:
+            return ""
+        return prompt.removeprefix(plain) if prompt.startswith(plain) else ""
+
+    def _before_last_answer(self, messages: list[Message], answers: list[int]) -> list[Message]:
+        return messages[: next((i for i in reversed(answers) if i and i - 1 not in answers), 0)]
 
     def _behind_tool_calls(
         self,

@@ -1,24 +1,24 @@
 """Tokenises rows (chats, prompt and response, text, or token ids): token ids, segments and an exact loss mask."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import naming_faults
-from ...heads.chat.messages import Message
-from ...heads.chat.prompts import RENDER_ERRORS
-from ...heads.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
-from ...heads.chat.written_ids import KEY, Written, written_sequences
-from ..config import DataConfig
-from ..parallel import in_order
-from ..row_shapes import SHAPES
-from ..sources import Row
-from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS, SEGMENTS, Sample
+from ...base.errors import BadInput, first_line
+from ...base.jsonl import naming_faults
+from ...targets.chat.messages import Message
+from ...targets.chat.prompts import RENDER_ERRORS, plain_ids
+from ...targets.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
+from ...targets.chat.written_ids import KEY, Written, joined, written_sequences
+from ..rows.config import DataConfig
+from ..rows.parallel import in_order
+from ..rows.row_shapes import SHAPES
+from ..rows.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS, SEGMENTS, Sample
+from ..rows.sources import Row
 from .assistant_masks import Chat
 from .segments import Span, TokenTable, segment_tokens, token_table
 from .traces import split_sample
@@ -26,7 +26,7 @@ from .traces import split_sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODING = 1  # the version of what this file makes of a row; raised with every change that gives a row other samples
+ENCODING = 2  # the version of what this file makes of a row; raised with every change that gives a row other samples
 NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate` has the target write answers"
 
 
@@ -36,15 +36,16 @@ def encode_rows(
     config: DataConfig,
     *,
     counts: Counter[str],
+    is_used: Callable[[Sample], bool] = lambda sample: True,
     problems: list[str] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Sample]:
-    """Yield the samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those kept
-    the numbers `cut` and `split`.
+    """Yield the used samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those
+    kept the numbers `cut` and `split`.
 
-    A row is dropped if no supervised token remains, if it is a chat whose tool calls the template omits, or, with
-    `too_long: drop`, if it has more than `max_length` tokens; and if `encode_row` refuses it, which is counted under
-    `Refused.reason` too.
+    A row is dropped if no sample of it is used, if no supervised token remains, if it is a chat whose tool calls the
+    template omits, or, with `too_long: drop`, if it has more than `max_length` tokens; and if `encode_row` refuses it,
+    which is counted under `Refused.reason` too.
 
     Args: problems: gets the first of the refused rows' problems.
     Raises: BadInput, naming the first, if most rows are refused, and at once on faulty `input_ids`: a program wrote
@@ -55,7 +56,7 @@ def encode_rows(
     encode = partial(encode_or_refuse, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
     for encoded in in_order(encode, rows, num_workers=config.num_workers):
         num_rows += 1
-        samples = [] if isinstance(encoded, Refused) else encoded
+        samples = [] if isinstance(encoded, Refused) else list(filter(is_used, encoded))
         if isinstance(encoded, Refused):
             num_refused, problem = num_refused + 1, problem or encoded.problem
             counts[encoded.reason] += 1
@@ -81,7 +82,8 @@ class Refused:
 def encode_or_refuse(
     row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, vocab_size: int | None = None
 ) -> list[Sample] | Refused:
-    """As `encode_row`, but a row that it refuses ends nothing. Raises: BadInput on faulty `input_ids`."""
+    """Encodes a row as `encode_row` does, but a row that it refuses ends nothing. Raises: BadInput on faulty
+    `input_ids`."""
     try:
         return encode_row(row, tokenizer, config, vocab_size)
     except UnusableRow as error:
@@ -96,12 +98,12 @@ def encode_row(
     row: Row, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, vocab_size: int | None = None
 ) -> list[Sample]:
     """Tokenise a row into samples of at most `config.max_length` tokens: none, one, the pieces of a long row, or one
-    for each sequence of `written_ids`.
+    for each sequence of `written_ids` or of a chat.
 
     The first of these shapes that the row has is used; keys with the value None count as missing:
       `input_ids` + `prompt_length`    token ids; the first prompt_length are not supervised
       `written_ids`                    the ids that the target wrote, beside the text in one of the other shapes; the
-                                       answers that it wrote are supervised. See heads/chat/written_ids.py, also for
+                                       answers that it wrote are supervised. See targets/chat/written_ids.py, also for
                                        when the text is tokenised instead
       `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
       `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
@@ -109,8 +111,9 @@ def encode_row(
                                        An instruction, its input and its output are separated by blank lines
       `text`                           all tokens but a leading bos are supervised
 
-    If the row has `truncated: true`, as rows of `headstart data regenerate` may, the end token of its last answer is
-    not supervised.
+    Each supervised text stands behind the ids of its prompt alone, as in serving; a chat becomes several samples where
+    its later prompts have other tokens. If the row has `truncated: true`, as rows of `headstart data regenerate` may,
+    its last answer has no end token.
 
     Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
     Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
@@ -143,19 +146,27 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
     data, origin, source = known_keys(row.data), row.origin, FROM_TEXT
     if "input_ids" in data and "prompt_length" in data:
         ids, spans = _check_tokens(data["input_ids"], data["prompt_length"], origin, vocab_size=vocab_size)
-        return [Written(ids, _without_end(ids, spans, data, table))], FROM_ROW
+        return [_without_end(Written(ids, spans), data, table)], FROM_ROW
     if KEY in data:
-        how: dict[str, Any] = {"fingerprint": table.fingerprint, "vocab_size": vocab_size, "origin": origin}
-        if sequences := written_sequences(data, _said(data, origin), table.tokenizer, **how):
+        sequences = written_sequences(
+            data,
+            _said(data, origin),
+            table.tokenizer,
+            fingerprint=table.fingerprint,
+            vocab_size=vocab_size,
+            origin=origin,
+        )
+        if sequences:
             return sequences, FROM_ROW
         source = NOT_ITS_IDS
-    ids, spans = _encode_text(data, origin, table, config)
-    if not ids:
+    sequences = _encode_text(data, origin, table, config)
+    if not sequences:
         return [], source
-    if max(ids) >= vocab_size:
-        token = f"{max(ids)} ({table.text(max(ids))!r})"
+    largest = max(max(one.input_ids, default=0) for one in sequences)
+    if largest >= vocab_size:
+        token = f"{largest} ({table.text(largest)!r})"
         raise BadInput(f"{origin}: the tokenizer gives the id {token}, outside the target's table of {vocab_size}")
-    return [Written(ids, _without_end(ids, spans, data, table))], source
+    return [*sequences[:-1], _without_end(sequences[-1], data, table)], source
 
 
 def _said(data: dict[str, Any], origin: str) -> list[Message]:
@@ -165,12 +176,13 @@ def _said(data: dict[str, Any], origin: str) -> list[Message]:
     return [{"role": "user", "content": data.get("prompt")}, {"role": "assistant", "content": answer_in(data)}]
 
 
-def _without_end(ids: list[int], spans: list[Span], data: dict[str, Any], table: TokenTable) -> list[Span]:
-    """The spans; without the last one's end token, if the answer was cut at a maximum length."""
-    if not data.get("truncated") or not spans:
-        return spans
-    start, end = spans[-1]
-    return [*spans[:-1], (start, end - (end > start and ids[end - 1] in table.special))]
+def _without_end(written: Written, data: dict[str, Any], table: TokenTable) -> Written:
+    """The sequence; up to the end token of its last answer, if that answer was cut at a maximum length."""
+    if not data.get("truncated") or not written.spans:
+        return written
+    ids, (*earlier, (start, end)) = written.input_ids, written.spans
+    end -= end > start and ids[end - 1] in table.special
+    return Written(ids[:end], [*earlier, (start, end)])
 
 
 def _fitted(whole: Sample, table: TokenTable, config: DataConfig) -> list[Sample]:
@@ -191,11 +203,8 @@ def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
     return (config.think_markers[0], config.think_markers[1]) if config.think_markers else table.markers
 
 
-def _encode_text(
-    data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig
-) -> tuple[list[int], list[Span]]:
-    """The token ids of a row's text, and the spans of the target's texts, in order."""
-    tokenizer = table.tokenizer
+def _encode_text(data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig) -> list[Written]:
+    """The token ids of a row's text, and the spans of the target's texts, in order; none without any token."""
     answer = answer_in(data)
     if is_chat(data):
         return _encode_chat(data, origin, table, config)
@@ -206,8 +215,9 @@ def _encode_text(
     if "text" in data and not isinstance(data["text"], str):
         raise BadInput(f"{origin}: `text` should be text, got {type(data['text']).__name__}")
     if "text" in data:
-        input_ids = list(tokenizer(data["text"], verbose=False)["input_ids"])
-        return input_ids, [(int(input_ids[:1] == [tokenizer.bos_token_id]), len(input_ids))]
+        ids = plain_ids(table.tokenizer, data["text"])
+        is_begun = ids[:1] == [table.tokenizer.bos_token_id]
+        return [Written(ids, [(int(is_begun), len(ids))])] if ids else []
     if "prompt" in data or "instruction" in data:
         raise BadInput(f"{origin}: {NO_ANSWER}")
     known = f"{SHAPES}, or `input_ids` + `prompt_length`"
@@ -225,20 +235,17 @@ def _check_tokens(input_ids: Any, prompt_length: Any, origin: str, *, vocab_size
     return input_ids, [(prompt_length, len(input_ids))]
 
 
-def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> tuple[list[int], list[Span]]:
+def _encode_answer(prompt: Any, answer: Any, origin: str, table: TokenTable) -> list[Written]:
     """Token ids of prompt, answer and eos; prompt and answer are tokenised separately, as in serving."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadInput(f"{origin}: prompt and response should be text; give a chat as `messages`")
-    prompt_ids, eos = list(table.tokenizer(prompt, verbose=False)["input_ids"]), table.tokenizer.eos_token_id
-    input_ids = [*prompt_ids, *table.ids(answer), *([] if eos is None else [eos])]
-    return input_ids, [(len(prompt_ids), len(input_ids))]
+    eos = table.tokenizer.eos_token_id
+    return joined([(plain_ids(table.tokenizer, prompt), [*table.ids(answer), *([] if eos is None else [eos])])])
 
 
-def _encode_chat(
-    data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig
-) -> tuple[list[int], list[Span]]:
-    """Token ids of a chat, and the spans of its assistant turns; both empty if the template omits tool calls, because
-    the head would then learn empty answers."""
+def _encode_chat(data: dict[str, Any], origin: str, table: TokenTable, config: DataConfig) -> list[Written]:
+    """Token ids of a chat, and the spans of its assistant turns; none if the template omits tool calls, because the
+    head would then learn empty answers."""
     row = chat_of(data, origin, defaults=config.chat_template_kwargs)
     if not getattr(table.tokenizer, "chat_template", None):
         problem = f"tokenizer of {table.tokenizer.name_or_path} has no chat template"
@@ -248,9 +255,7 @@ def _encode_chat(
     try:
         chat = Chat(table.tokenizer, row.tools, row.variables, _markers(table, config))
         messages = chat.placed(row.messages, origin)
-        if chat.leaves_out_calls(messages):
-            return [], []
-        return chat.answer_spans(messages)
+        return [] if chat.leaves_out_calls(messages) else chat.sequences(messages)
     except BadInput:
         raise
     except RENDER_ERRORS as error:

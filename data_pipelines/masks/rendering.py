@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .segments import TokenTable
+from .segments import Span, TokenTable
 
 
 class Unproved(ValueError):
@@ -30,15 +30,36 @@ class Rendering:
         starts, ends = ([edges[side] for edges in offsets] for side in (0, 1))
         return cls(text, list(encoded["input_ids"]), starts, ends, table)
 
-    def num_tokens_of(self, start: str) -> int | None:
-        """The number of first tokens that are those of `start` alone, if the text begins so; None if that is not plain
-        from their offsets."""
-        if not self.starts or not self.text.startswith(start):
-            return None
-        at = bisect_left(self.starts, len(start))
-        is_edge = at < len(self.ids) and self.starts[at] == len(start)
+    def border(self, start: int, opener: str) -> int:
+        """Where the prompt of an answer ends, in characters: the text of the generation prompt ends there, if the
+        answer's first token is within it or behind it."""
+        near = self.starts[start] if start < len(self.ids) else len(self.text)
+        if not opener or self.text.endswith(opener, 0, near):
+            return near
+        at = self.text.rfind(opener, max(0, near - len(opener)), near + len(opener) - 1)
+        return near if at < 0 else at + len(opener)
+
+    def turn(self, span: Span, border: int | None) -> tuple[list[int], list[int]]:
+        """The ids of an answer's prompt, as the tokenizer gives them for that text alone, and those of the answer.
+
+        Args: span: of the answer, in tokens. border: where its prompt ends, in characters; None: before the span.
+        """
+        start, end = span
+        if border is None:
+            return self.ids[:start], self.ids[start:end]
+        # after a special token, tokens do not depend on earlier text
+        at = next((i for i in range(start - 1, 0, -1) if self.ids[i] in self.table.special), 0) if self.starts else 0
+        prompt = [*self.ids[:at], *self.table.ids(self.text[self.starts[at] if at else 0 : border])]
+        if self.ids[: len(prompt)] == prompt:
+            start = max(start, len(prompt))
+            return self.ids[:start], self.ids[start:end]
+        first = bisect_left(self.starts, border)
+        is_edge = first < len(self.starts) and self.starts[first] == border
         # offsets may leave out a blank before a word, which then belongs to both
-        return at if is_edge and self.table.text(self.ids[at])[:1] == self.text[len(start)] else None
+        if is_edge and self.table.text(self.ids[first])[:1] == self.text[border]:
+            return prompt, self.ids[first:end]
+        rest = self.table.ids(self.text[border:])
+        return prompt, rest[: len(rest) - (len(self.ids) - end)]
 
     def start_of_turn(
         self, behind: int, first: int, opener: list[int], markers: tuple[str, str] | None

@@ -7,11 +7,11 @@ from difflib import SequenceMatcher
 from itertools import islice
 from typing import Any
 
-from ...configs.errors import BadInput
-from ...heads.chat.written_ids import KEY
-from ..config import DataConfig
-from ..sources import Row
-from ..storage.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS
+from ...base.errors import BadInput
+from ...targets.chat.written_ids import KEY
+from ..rows.config import DataConfig
+from ..rows.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS
+from ..rows.sources import Row
 from .chat import ids_of
 from .segments import token_table
 
@@ -20,7 +20,7 @@ Place = tuple[list[int], list[int]]  # ids as the target wrote them; those of th
 
 
 def share_retokenised(rows: Iterable[Row], tokenizer: Any, config: DataConfig, *, vocab_size: int) -> str:
-    """In words, of how many rows with ids some are others if their text is tokenised."""
+    """Says how many rows with ids would get other ids if their text were tokenised again."""
     found = [first_retokenised(row, tokenizer, config, vocab_size=vocab_size) for row in rows]
     differs = [bool(places) for places in found if places is not None]
     if not differs:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...heads.chat.reasoning import think_markers
-from ...heads.chat.written_ids import tokenizer_fingerprint
-from ..storage.samples import ANSWER, PROMPT, THINK
+from ...targets.chat.reasoning import think_markers
+from ...targets.chat.written_ids import tokenizer_fingerprint
+from ..rows.samples import ANSWER, PROMPT, THINK
 
 Span = tuple[int, int]  # [start, end)
 LEAD_IN = 16  # tokens before an answer that are searched for an opening marker in the generation prompt

@@ -1,11 +1,11 @@
 """Splits long rows, such as reasoning traces, into pieces of a maximum length, and counts tokens by segment."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..storage.samples import SEGMENTS, Sample
+from ..rows.samples import SEGMENTS, Sample
 
 CONTEXT_SHARE = 4  # a later piece repeats earlier tokens in 1/4 of its length after the prompt
 SENTENCE_ENDS = tuple(".!?;。！？；")  # noqa: RUF001 (full-width ones end sentences too)
@@ -57,7 +57,7 @@ def _piece(whole: Sample, prompt: np.ndarray, context: int, begin: int, end: int
     positions = np.concatenate([prompt, np.arange(context, end)])
     loss_mask = whole.loss_mask[positions]
     loss_mask[: len(positions) - (end - begin)] = False
-    return Sample(input_ids=whole.input_ids[positions], segments=whole.segments[positions], loss_mask=loss_mask)
+    return replace(whole, input_ids=whole.input_ids[positions], segments=whole.segments[positions], loss_mask=loss_mask)
 
 
 def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callable[[int], str]) -> int:

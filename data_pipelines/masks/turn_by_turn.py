@@ -4,8 +4,8 @@ Used if `assistant_masks.py` cannot prove where the answers are. No patterns are
 template is a special case.
 """
 
-from ...heads.chat.messages import Message
-from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate
+from ...targets.chat.messages import Message
+from ...targets.chat.prompts import RENDER_ERRORS, ChatTemplate
 from .rendering import close, num_common
 from .segments import Span, token_table
 

@@ -13,17 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...configs.errors import BadInput, first_line
-from ...heads.target import Target
+from ...base.errors import BadInput, first_line
+from ...targets.bare import BareTarget
+from ...targets.layers.target_output import TargetOutput
+from ...targets.target import Target
+from ...targets.weights.served_adapter import WEIGHTS
+from ...targets.weights.stored import fingerprint_of_stored, read_header, stored_tensors
+from ..rows.samples import Sample
 from ..storage.extract import checked
 from ..storage.features import Reads
 from ..storage.quantise import pack
-from ..storage.samples import Sample
 from ..storage.shard_file import PackedStates, StoredSample
-from .in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
+from .in_vllm.headstart_weights import digest_of_vocabulary
 from .state_server import ServedStates, StateServer, StatesIdentity
 
-AT_ONCE = 32  # requests; batches that wait to be written, or trained on, limit them too
+AT_ONCE = 32  # requests of a server; batches that wait to be written, or trained on, limit them too
 PROBE = "The first words of an answer."
 NUM_PROBES = 4  # beginnings of it that are compared
 CLOSE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.1}  # of the same token's log-probability in two engines
@@ -40,7 +44,7 @@ class ServedReader:
         self.last = self.served.layers.index(target.num_layers)
         # on the CPU even where the target is on a GPU: the same states in extraction and in training, behind no step
         self.norm = copy.deepcopy(final_norm(target)).cpu()
-        self.threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")
+        self.threads = ThreadPoolExecutor(AT_ONCE * len(server.places), thread_name_prefix="ask")
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +77,30 @@ class ServedReader:
         return torch.zeros(0, len(self.served.layers), self.target.hidden_size, dtype=self.target.dtype)
 
 
+class ServedTarget(BareTarget):
+    """A target without its layers, which reads rows by a server of its states. server: see `attach`."""
+
+    server: StateServer
+
+    def attach(self, server: StateServer, layers: Sequence[int]) -> None:
+        """Read by this server from now on. Args: layers: whose states it was started to give.
+
+        Raises: BadInput as `check_server`."""
+        check_server(server, self, layers, max_length=1, revision=None)
+        self.server = server
+
+    @torch.no_grad()
+    def read_texts(self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
+        """The states of rows [B, T]; zero at the last position, which no chain reads: a row with the
+        token that the server generates must fit its context."""
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            answers = list(threads.map(self.server.ask, input_ids[:, :-1].tolist()))
+        states = torch.stack([answer.states for answer in answers]).to(input_ids.device, self.dtype)  # [B, T - 1, L, D]
+        states, given = nn.functional.pad(states, (0, 0, 0, 0, 0, 1)), answers[0].served.layers
+        features = states[:, :, [given.index(layer) for layer in feature_layers]]  # [B, T, L, D]
+        return TargetOutput(features, final_norm(self)(states[:, :, given.index(self.num_layers)]))
+
+
 def layers_asked(target: Target, reads: Reads) -> list[int]:
     """The layers whose states a server must give: those of the features, and the last one's output."""
     return sorted({*reads.layers, target.num_layers})
@@ -90,11 +118,14 @@ def label_of(output: Path, rank: int = 0) -> str:
     return hashlib.sha256(f"{platform.node()} {output.absolute()} {rank}".encode()).hexdigest()[:16]
 
 
-def check_server(server: StateServer, target: Target, reads: Reads, *, max_length: int, revision: str | None) -> None:
+def check_server(
+    server: StateServer, target: Target, layers: Sequence[int], *, max_length: int, revision: str | None
+) -> None:
     """Ask for short rows and compare: the server's target, layers, dtype, tokenizer and context with ours, and the
     log-probabilities that it gives tokens with those that our final norm and output layer give them.
 
-    Args: max_length: tokens of the longest row. revision: of the target on the hub.
+    Args: layers: whose states are needed, the last one's output too. max_length: tokens of the longest row.
+        revision: of the target on the hub.
     Raises: BadInput, naming what is wrong.
     """
     final_norm(target)
@@ -102,15 +133,18 @@ def check_server(server: StateServer, target: Target, reads: Reads, *, max_lengt
     answer = server.ask(ids)
     served, where = answer.served, f"server {server.url}"
     try:
-        weights = weights_digest(target.name, revision)
-    except (OSError, ValueError) as error:
+        weights = fingerprint_of_stored(stored_tensors(target.name, revision=revision))
+    except OSError as error:
         raise BadInput(f"target {target.name}: {first_line(error)}") from error
     if served.weights != weights:
         theirs, ours = f"{served.target} (weights {served.weights[:12]})", f"{target.name} ({weights[:12]})"
         raise BadInput(f"{where}: serves target {theirs}, not {ours}")
-    missing = sorted(set(layers_asked(target, reads)) - set(served.layers))
-    if missing or served.num_layers != target.num_layers:
-        asked, given = layers_asked(target, reads), list(served.layers)
+    adapter = target.adapter and fingerprint_of_stored(read_header(Path(target.adapter.path, WEIGHTS)))
+    if served.adapter != adapter:
+        theirs, ours = served.adapter, f"{target.adapter and target.adapter.path} ({adapter})"
+        raise BadInput(f"{where}: gives states with adapter {theirs}, not {ours}")
+    if set(layers) - set(served.layers) or served.num_layers != target.num_layers:
+        asked, given = list(layers), list(served.layers)
         raise BadInput(f"{where}: gives the states of layers {given} of {served.num_layers}, asked for are {asked}")
     dtype = str(target.dtype).removeprefix("torch.")
     if served.dtype != dtype:

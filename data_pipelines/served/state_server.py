@@ -1,24 +1,34 @@
-"""A running server that gives the target's states for token ids, and what it says of itself."""
+"""Running servers that give the target's states for token ids, what they say of themselves, and their files.
+
+A file per answer, on a disk or in shared memory that both sides see; the one who asked removes it.
+"""
 
 import json
+import math
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from http.client import HTTPException
-from threading import Event
+from pathlib import Path
+from threading import Event, Lock
 from typing import Any, Self
-from urllib.parse import urlsplit
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from ...configs.errors import BadInput, first_line
-from .transport import Files, Lost, Tcp
+from ...base.errors import BadInput, first_line
+from ...engines.servers.address import Address, first_answer
+from ...targets.weights.served_adapter import ServedAdapter
+from .in_vllm.headstart_files import FAILED
 
 REQUEST_SECONDS = 3600.0  # of one answer
 PATIENCE = 600.0  # seconds for which a server may be away, such as for a restart
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
+FILE_SECONDS = 60.0  # until a file is there; the server answers when it begins to write
+SHORTEST, LONGEST = 0.001, 0.05  # seconds between two looks
 NOT_OURS = "does not run headstart's connector for vLLM (docs/launching.md)"
 
 
@@ -36,6 +46,7 @@ class StatesIdentity:
     hidden_size: int
     dtype: str
     quantization: str | None  # as the engine names it
+    adapter: str | None  # `weights_digest` of the adapter with which they were computed
     max_length: int  # tokens of a row, with one that is generated
 
     @classmethod
@@ -53,7 +64,7 @@ class StatesIdentity:
 
 @dataclass(frozen=True)
 class ServedStates:
-    """Of a row of T tokens."""
+    """The states of a row of T tokens, as the server gives them."""
 
     states: Tensor  # [T, L, D] in the server's dtype, L in the order of served.layers
     served: StatesIdentity
@@ -61,104 +72,164 @@ class ServedStates:
     next_logprob: float
 
 
-class StateServer:
-    """A server by its address; `ask` may be called from many threads at a time.
+class Gone(BadInput):
+    """A server that was not to be waited for."""
 
-    served: what it said at first; every answer must come from a server that says the same.
+
+class Lost(Exception):
+    """States that did not come, such as those of a server that was ended after its answer: they may be asked again."""
+
+
+class Files:
+    """The files of one asker. label: hex digits, with which a server begins their names."""
+
+    def __init__(self, label: str):
+        self.label, self.patience = label, FILE_SECONDS
+        self._folders = set[Path]()  # the servers'
+
+    def take(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of an answer, which the server then has no more. Args: told: has the file's path.
+
+        Raises: BadInput if this process does not see the file, or the server could not write it; Lost if none comes.
+        """
+        path, until, pause = Path(told["file"]), time.monotonic() + self.patience, SHORTEST
+        self._folders.add(path.parent)
+        while not path.exists():
+            failed = path.with_suffix(FAILED)
+            if failed.exists():
+                why = failed.read_text()
+                failed.unlink(missing_ok=True)
+                raise BadInput(f"{path}: the server could not write it: {why}")
+            if not path.parent.is_dir():
+                raise BadInput(f"{path.parent}: not seen here: the server's folder of states must be on a shared disk")
+            if time.monotonic() > until:
+                raise Lost(f"{path}: not there {self.patience:g} s after the answer")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{path}: cannot be read: {error}") from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove what this asker left when it was killed. No answer may be under way."""
+        for path in (path for folder in self._folders for path in folder.glob(f"*{self.label}-*")):
+            path.unlink(missing_ok=True)
+
+
+@dataclass
+class StatePlace:
+    """One of the servers, and how it is doing."""
+
+    address: Address
+    num_busy: int = 0
+    lost_at: float = -math.inf  # time.monotonic() of its last failure: for a while others are asked first
+
+
+class StateServer:
+    """A server by its address, or several that share the rows out, where a lost one's go to the others; `ask` may be
+    called from many threads at a time.
+
+    served: what the first said at first; every answer must come from a server that says the same.
     """
 
     def __init__(
         self,
-        url: str,
-        *,
+        *urls: str,
         label: str,
+        adapter: ServedAdapter | None = None,
         is_gone: Callable[[], str | None] = lambda: None,
-        key: str = "--server",
     ):
-        """Args: url: such as http://localhost:8000. label: hex digits, by which the server marks what is
-        for this asker. is_gone: why it is not to be waited for; None: it is. key: that names it, for messages.
+        """Args: urls: such as http://localhost:8000. label: hex digits, by which the server marks what is
+        for this asker. adapter: of the target, by whose name it is asked. is_gone: why it is not to be waited for;
+        None: it is.
 
-        Raises: BadInput if there is no such server, or it gives no states.
+        Raises: BadInput if no such server answers.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise BadInput(f"{key} {url}: expected an address such as http://localhost:8000")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.places = [StatePlace(Address.of(url, where="engine.server")) for url in urls]
+        self.url = ", ".join(place.address.url for place in self.places)
         self.label, self.is_gone, self.patience = label, is_gone, PATIENCE
-        self.ways: dict[str, Files | Tcp] = {"file": Files(label), "tcp": Tcp(label)}  # by what an answer names
-        self._closed = Event()
+        self.files = Files(label)
+        self._closed, self._choosing = Event(), Lock()
         self.served: StatesIdentity | None = None
-        self.model = self._model(key)
+        name = "" if adapter is None else adapter.name
+        self.model = first_answer([place.address for place in self.places], lambda one: one.serving(name)).model
 
     def ask(self, token_ids: Sequence[int]) -> ServedStates:
         """The states of a row [T].
 
-        Raises: BadInput if the server refuses the row, is another one than before, or stays away.
+        Raises: BadInput if the server refuses the row, is another one than before, or stays away; Gone by `is_gone`.
         """
-        began, pause = time.monotonic(), FIRST_PAUSE
+        lost_since, pause = math.inf, FIRST_PAUSE
         while True:
+            place = self._taken()
             try:
-                return self._attempt(list(map(int, token_ids)))
+                return self._attempt(place.address, list(map(int, token_ids)))
             except Lost as lost:
+                place.lost_at = time.monotonic()
+                lost_since = min(lost_since, place.lost_at)
                 why = self.is_gone()
                 if why is not None:
-                    raise BadInput(f"server {self.url}: {why}") from lost
-                if time.monotonic() - began > self.patience:
+                    raise Gone(f"server {self.url}: {why}") from lost
+                if time.monotonic() - lost_since > self.patience:
                     raise BadInput(f"server {self.url}: {lost}; gave up after {self.patience:g} s") from lost
+            finally:
+                with self._choosing:
+                    place.num_busy -= 1
             if self._closed.wait(pause):
                 raise BadInput(f"server {self.url}: no longer asked")
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def _taken(self) -> StatePlace:
+        """The least busy server of those that were not lost just now, if there are any."""
+        with self._choosing:
+            now = time.monotonic()
+            place = min(self.places, key=lambda one: (now - one.lost_at < LONGEST_PAUSE, one.num_busy))
+            place.num_busy += 1
+            return place
+
     def clear(self) -> None:
         """Remove what this asker left at the server when it was killed. No answer may be under way."""
-        for way in self.ways.values():
-            way.clear()
+        self.files.clear()
 
     def close(self) -> None:
         """Let threads that wait for the server to come back give up."""
         self._closed.set()
 
-    def _attempt(self, ids: list[int]) -> ServedStates:
+    def _attempt(self, address: Address, ids: list[int]) -> ServedStates:
         """Raises: Lost if another attempt may do."""
         asked: dict[str, Any] = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         asked |= {"logprobs": 1, "return_tokens_as_token_ids": True, "kv_transfer_params": {"headstart": self.label}}
-        said = self._request("/v1/completions", asked)
+        said = self._request(address, asked)
         try:
             told = said["kv_transfer_params"]["headstart"]
             served = StatesIdentity.of(told["served"])
             likely = said["choices"][0]["logprobs"]
-            way = next(way for key, way in self.ways.items() if key in told)
             token, logprob = int(likely["tokens"][0].removeprefix("token_id:")), float(likely["token_logprobs"][0])
-        except (KeyError, TypeError, IndexError, ValueError, StopIteration) as error:
-            raise BadInput(f"server {self.url}: {NOT_OURS}") from error
-        tensors = way.take(told)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise BadInput(f"server {address.url}: {NOT_OURS}") from error
+        tensors = self.files.take(told)
         if self.served is None:
             self.served = served
-        self.served.check_same(served, url=self.url)
+        self.served.check_same(served, url=address.url)
         if tensors["token_ids"].tolist() != ids:
-            raise BadInput(f"server {self.url}: gave the states of other tokens than were asked for")
+            raise BadInput(f"server {address.url}: gave the states of other tokens than were asked for")
         return ServedStates(tensors["states"], served, token, logprob)
 
-    def _model(self, key: str) -> str:
-        """The name by which the server knows its target."""
-        try:
-            return self._request("/v1/models")["data"][0]["id"]
-        except Lost as lost:
-            raise BadInput(f"{key} {self.url}: {lost}") from lost
-        except (KeyError, TypeError, IndexError) as error:
-            raise BadInput(f"{key} {self.url}: names no model") from error
-
-    def _request(self, path: str, asked: dict[str, Any] | None = None) -> Any:
-        body = None if asked is None else json.dumps(asked).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data=body, headers={"Content-Type": "application/json"})
+    def _request(self, address: Address, asked: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json", **address.headers()}
+        url = f"{address.url}/v1/completions"
+        request = urllib.request.Request(url, data=json.dumps(asked).encode(), headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            told = " ".join(error.read().decode(errors="replace").split())[:300]
+            told = address.hide(error.read().decode(errors="replace"))
             problem = f"{error.code} {error.reason}: {told}"
             if error.code >= 500 or error.code in (408, 425, 429):
                 raise Lost(problem) from error
-            raise BadInput(f"server {self.url}: {problem}") from error
+            raise BadInput(f"server {address.url}: {problem}") from error
         except (OSError, ValueError, HTTPException) as error:  # no connection, or one that broke
             raise Lost(first_line(error)) from error

@@ -1,28 +1,101 @@
-"""A vLLM server of our own, which gives states: its command, its start, and its end with this process."""
+"""vLLM that gives states, one that is started for them or one that runs: its flags, and its reader once it is the right
+one."""
 
 import json
 import os
-import re
-import shlex
-import signal
-import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from ...configs.children import answers_in_time, end_with_parent, free_port
-from ...configs.errors import BadInput
+from rich.console import Console
+
+from ...base.files import remove
+from ...engines.servers.process import ServerProcess
+from ...engines.servers.setting import EngineSetting
+from ...targets.loading import TargetConfig
+from ...targets.target import Target
+from ...targets.weights.served_adapter import ServedAdapter, lora_of
+from ..storage.features import Reads
 from . import in_vllm
+from .reading import ServedReader, check_server, label_of, layers_asked
+from .state_server import StateServer
 
 CONNECTOR = Path(in_vllm.__path__[0])  # what a server needs on its PYTHONPATH
-MODULE = "vllm.entrypoints.openai.api_server"
-START_SECONDS = 7200.0  # for reading the weights of large targets
-END_SECONDS = 30.0
-LAST_BYTES = 200_000  # of a log, in which an error is looked for
-QUOTED = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)")
+STATES, LOG = "states", "vllm.log"  # in the folder of what is made of the states, while a server is up
+
+
+@contextmanager
+def served_states(
+    engine: EngineSetting,
+    target: Target,
+    reads: Reads,
+    folder: Path,
+    *,
+    source: TargetConfig,
+    max_length: int,
+    storage_dtype: str,
+    console: Console,
+    rank: int = 0,
+) -> Iterator[ServedReader]:
+    """The server's states, once it has been found to be the right one; one of our own ends with the block.
+
+    Args: folder: of what is made of them. source: how the target was loaded. max_length: tokens of the longest row.
+    Raises: BadInput, naming what differs, if the server does not give what is read of this target.
+    """
+    label, adapter = label_of(folder, rank), lora_of(target.adapter)
+    with ExitStack() as running:
+        if engine.servers:
+            server = StateServer(*engine.servers, label=label, adapter=adapter)
+        else:
+            own = own_server(engine, target, reads, folder, source=source, max_length=max_length)
+            console.print(own.line, soft_wrap=True, markup=False, highlight=False)
+            running.enter_context(own)
+            server = StateServer(own.url, label=label, adapter=adapter, is_gone=own.is_gone)
+        check_server(server, target, layers_asked(target, reads), max_length=max_length, revision=source.revision)
+        server.clear()  # of a run that was killed
+        running.callback(server.clear)
+        with ServedReader(target, reads, server, storage_dtype=storage_dtype) as reader:
+            yield reader
+    if not engine.servers:
+        clear_server_files(folder)
+
+
+def own_server(
+    engine: EngineSetting, target: Target, reads: Reads, folder: Path, *, source: TargetConfig, max_length: int
+) -> ServerProcess:
+    """A server for them, not yet started. Args: as of `served_states`."""
+    clear_server_files(folder)
+    (folder / STATES).mkdir()
+    states = Path(tempfile.mkdtemp(dir=folder / STATES))  # a server that is just ending may still write into another
+    words = ["--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(max_length)]
+    words += ["--revision", source.revision] if source.revision else []
+    words += ["--trust-remote-code"] if source.trust_remote_code else []
+    layers, how = (
+        layers_asked(target, reads),
+        {"arguments": words, "adapter": lora_of(target.adapter), "log": folder / LOG},
+    )
+    return state_process(engine, target.name, layers, states, **how)
+
+
+def state_process(
+    engine: EngineSetting,
+    target: str,
+    layers: Sequence[int],
+    states: Path,
+    *,
+    arguments: Sequence[str],
+    adapter: ServedAdapter | None,
+    log: Path,
+    while_starting: Callable[[], object] = lambda: None,
+) -> ServerProcess:
+    """A server that gives the states of these layers as files in the folder `states`, not yet started. Args: the others
+    as of `EngineSetting.process`."""
+    before = os.environ.get("PYTHONPATH")
+    path = str(CONNECTOR) if not before else f"{CONNECTOR}{os.pathsep}{before}"
+    how = {"drafting": serving_flags(layers, states), "arguments": arguments, "environment": {"PYTHONPATH": path}}
+    return engine.process(target, **how, adapter=adapter, log=log, while_starting=while_starting)
 
 
 def serving_flags(layers: Sequence[int], folder: Path) -> list[str]:
@@ -34,76 +107,7 @@ def serving_flags(layers: Sequence[int], folder: Path) -> list[str]:
     return ["--speculative-config", json.dumps(states), "--kv-transfer-config", json.dumps(ours)]
 
 
-class VllmServer:
-    """A server process, which runs during a `with` block. url: its address."""
-
-    def __init__(self, arguments: Sequence[str], *, python: str, log: Path):
-        """Args: arguments: of vLLM's server, without its address. python: of an environment with vLLM."""
-        port = free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        self.command = [python, "-m", MODULE, "--host", "127.0.0.1", "--port", str(port), *arguments]
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def line(self) -> str:
-        """The command as one would type it."""
-        return shlex.join([f"PYTHONPATH={CONNECTOR}", *self.command])
-
-    def __enter__(self) -> Self:
-        """Start the server and wait for it. Raises BadInput, with what its log says, if it does not become ready."""
-        before = os.environ.get("PYTHONPATH")
-        path = str(CONNECTOR) if not before else f"{CONNECTOR}{os.pathsep}{before}"
-        # killed at once, it would leave its workers behind
-        ended = partial(end_with_parent, os.getpid(), signal.SIGTERM)
-        try:
-            with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,  # the terminal's Ctrl-C is for us, who end it
-                    preexec_fn=ended,
-                )
-        except OSError as error:
-            raise BadInput(f"--vllm-python {self.command[0]}: {error.strerror}") from error
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the server with its workers."""
-        if self.process is None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        with suppress(ProcessLookupError):  # its session, which it leads
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
-
-    def is_gone(self) -> str | None:
-        """Why it ended; None: it runs."""
-        code = None if self.process is None else self.process.poll()
-        return None if code is None else f"vLLM ended with code {code}: {self.last_words()}"
-
-    def last_words(self) -> str:
-        """The first error that its log quotes, which causes the later ones, else the last line."""
-        text = self.log.read_bytes()[-LAST_BYTES:].decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()] or ["its log is empty"]
-        told = next((quoted[1] for line in lines if (quoted := QUOTED.search(line))), lines[-1])
-        return told[:400]
-
-    def _wait_until_ready(self) -> None:
-        if not answers_in_time(self.url, seconds=START_SECONDS, pause=0.2, why_gone=self.is_gone):
-            raise BadInput(f"vLLM: not ready after {START_SECONDS:g} s: {self.last_words()}")
+def clear_server_files(folder: Path) -> None:
+    """Remove what a server of our own left."""
+    remove(folder / STATES)
+    remove(folder / LOG)

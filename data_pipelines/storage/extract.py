@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...configs.files import remove
-from ...heads.loading import config_hash
-from ...heads.target import Target
-from ..config import check_at_least_one, check_choice
-from ..parallel import read_ahead
+from ...base.errors import BadInput
+from ...base.files import remove
+from ...targets.loading import config_hash
+from ...targets.target import Target
+from ..rows.config import check_at_least_one, check_choice
+from ..rows.parallel import read_ahead
+from ..rows.samples import Sample
 from .features import Reads, first_difference
 from .quantise import STORAGE, Packed, pack
-from .samples import Sample
 from .shard_file import PackedStates, StoredSample
 from .shards import MANIFEST, Manifest, Shards, ShardWriter, clear_progress, read_manifest
 
@@ -151,6 +151,13 @@ class Extraction:
         sizes = [reads.row_bytes(mask, hidden_size=size, storage_dtype=dtype) for mask in masks]
         self.shards, self.shard_sizes = cut_into_shards(sizes, limit=config.shard_bytes)
         self.num_bytes = sum(sizes)
+
+    def size_line(self, output: Path) -> str:
+        """How large it will be, and how much of it is still missing, in a line."""
+        left = self.num_tokens(skip=ShardWriter(output, fields=self.fields).done)
+        tokens, dtype = self.num_tokens(), self.config.storage_dtype
+        each = f"{in_bytes(self.num_bytes)} in {dtype} ({self.num_bytes / tokens:.1f} bytes per token)"
+        return f"{tokens:,} tokens, {each}, {in_bytes(disk_free(output))} free; {left:,} tokens still to be read"
 
     def check_disk(self, output: Path) -> None:
         """Raises BadInput if the shards that are still missing do not fit on the disk."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ...configs.errors import BadInput
-from ...configs.files import sha256_of
+from ...base.errors import BadInput
+from ...base.files import sha256_of
 from ...heads.base import DraftHead
-from ...heads.chat.reasoning import template_hash, tokenizer_hash
-from ...heads.loading import config_hash
-from ...heads.target import Target
-from ..config import DataConfig
+from ...targets.chat.reasoning import template_hash, tokenizer_hash
+from ...targets.loading import config_hash
+from ...targets.target import Target
 from ..masks.chat import ENCODING
-from ..sources import Source, read_sources
+from ..rows.config import DataConfig
+from ..rows.sources import Source, read_sources
 from .quantise import STORAGE
 from .shard_file import row_bytes
 from .shards import Shards
@@ -29,7 +29,7 @@ from .shards import Shards
 WHERE = ("nowhere", "labels", "starts", "context")
 OF_ROWS = {"train", "num_rows"}  # keys of `data:` that say which rows are read
 # keys of `data:` that do not change the samples
-NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "server", "num_workers")
+NOT_OF_SAMPLES = ("train", "validation", "layout", "segment_weights", "features", "num_workers")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def origin_of(data: DataConfig, tokenizer: Any) -> dict[str, Any]:
 def source_record(source: Source) -> dict[str, Any]:
     """A source identified by the contents of its files, or on the hub by its name."""
     files = [sha256_of(path) for path in source.files()]
-    how = {key: value for key, value in asdict(source).items() if key not in ("source", "name")}
-    return {"source": files or source.source, **how}
+    options = {key: value for key, value in asdict(source).items() if key not in ("source", "name")}
+    return {"source": files or source.source, **options}
 
 
 def first_difference(written: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...configs.files import replacing
+from ...base.errors import BadInput
+from ...base.files import replacing
+from ..rows.samples import Sample
 from .quantise import SCALE, STORAGE, Packed, unpack
-from .samples import Sample
 
 SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  # bits of a token's flags
 KINDS = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "BF16": np.uint16, "U8": np.uint8}

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...configs.errors import BadInput, first_line
-from ...configs.files import remove, remove_unfinished, sha256_of, write_json
+from ...base.errors import BadInput, first_line
+from ...base.files import remove, remove_unfinished, sha256_of, write_json
 from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
 
 FORMAT = "headstart shards 1"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.decoders.cache import SlotCache
-from ...heads.drafter import Drafter, Reading
-from ...heads.nn.target_output import TargetOutput
-from ...heads.target import Target
+from ...heads.drafting.drafter import Drafter, Reading
+from ...targets.caches.cache import SlotCache
+from ...targets.layers.target_output import TargetOutput
+from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .loop import Texts, prefill, run_round
 from .replay import Stopwatch, default_steps
@@ -89,7 +89,7 @@ class _Pass:
         self.last_read: list[list[int]] = []  # the prompts whose keys and values the reader holds
         # [B] 1 where a row has a text, else 0; on the device, where a round that is launched ahead need not wait for it
         self.is_busy = torch.zeros_like(zeros)
-        self.is_ahead = drafter is None and target.row_rotary is None and launches_ahead(target.device)
+        self.is_ahead = drafter is None and launches_ahead(target.device)
         self.launched: Launched | None = None
 
     def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
@@ -177,9 +177,6 @@ class _Pass:
         """
         target, alike = self.engine.target, [*self.last_read, *prompts]
         if not self.last_read or self.engine.drafter is not None or target.has_states:
-            return 0
-        rotary = target.row_rotary
-        if rotary is not None and len({len(prompt) > rotary.change for prompt in alike}) > 1:
             return 0
         return min(min(num_shared(alike[0], prompt) for prompt in alike), min(map(len, prompts)) - 1)
 

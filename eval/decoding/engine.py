@@ -1,4 +1,5 @@
-"""The device side of decoding: caches, and the two steps of a round, drafting and verifying, in fixed shapes."""
+"""The device side of decoding: the round of `one_round` for many rows, with caches, and as two steps of fixed shape,
+drafting and verifying, which may be recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +9,17 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...heads.decoders.cache import EXTENT_STEP, SlotCache, in_steps
-from ...heads.decoders.tree_nodes import ancestors
-from ...heads.drafter import Drafter, Reading
-from ...heads.drafting import Draws, Proposal, StaticTree, Tree
-from ...heads.nn.target_output import TargetOutput
-from ...heads.target import Target
-from ...heads.targets.prompts import read_prompts
+from ...base.errors import BadInput
+from ...heads.drafting.drafter import Drafter, Reading
+from ...heads.drafting.trees import Draws, DynamicTree, Proposal, Tree
+from ...targets.caches.cache import EXTENT_STEP, SlotCache, in_steps
+from ...targets.caches.tree_nodes import ancestors
+from ...targets.layers.target_output import TargetOutput
+from ...targets.prompts import read_prompts
+from ...targets.target import Target
 from .draft_setting import draft_length
 from .replay import Replay, Tensors, on_device
-from .sampling import Sampling, TokenHistory, choose_tokens
+from .sampling import Sampling, choose_tokens, noise_keys, random_keys
 from .verify import AcceptedPath, AcceptRule, Candidates, accept_rule
 from .widths import Widths
 
@@ -73,27 +74,30 @@ class Engine:
         """Args:
             max_length: tokens of the longest row, prompt and answer.
             num_draft_tokens: K of chains; None: the drafter's default. Ignored with a tree.
-            accept: a name in `verify.ACCEPT_RULES`, or a rule. `typical` is NOT lossless.
+            accept: a name in `verify.ACCEPT_RULES`, or a rule.
             steps: `eager`, `graph` (CUDA graphs) or `compile`: see `replay`.
-            verify_cost: of one more token, see `Widths`; for chains and trees of one path. None: verify all drafts.
+            generator: the source of the seed of each batch's noise, and of what sampled drafts and rules draw.
+            verify_cost: of one more token, see `Widths`; for chains. None: verify all drafts.
 
         Raises: BadInput if the chain is longer than the drafter can draft, or it drafts no trees.
         """
-        if isinstance(tree, StaticTree) and tree.is_chain:
-            num_draft_tokens, tree = tree.depth, None
         self.depth = draft_length(drafter, tree.depth if tree else num_draft_tokens)
         if tree is not None and (drafter is None or not drafter.drafts_trees):
             raise BadInput(f"{type(drafter).__name__} drafts chains, not trees")
-        if tree is not None and not target.decodes_trees:
+        self.is_chain = not isinstance(tree, DynamicTree)
+        if not self.is_chain and not target.decodes_trees:
             raise BadInput(f"target {target.name}: decodes chains, not trees: its layers read one text at a time")
         self.target, self.drafter, self.tree = target, drafter, tree
         self.sampling, self.generator = sampling or Sampling(), generator
+        self.seed = torch.zeros(1, dtype=torch.long, device=target.device)  # of the noise; recorded steps read it
         self.rule = accept_rule(accept)
         if steps == "compile" and self.sampling.temperature > 0:
-            raise BadInput("steps compile: greedy only; sampling draws from a generator that compiled code cannot read")
+            raise BadInput(
+                "steps compile: greedy only; drafts may be drawn from a generator that compiled code cannot read"
+            )
         self.batch_size = batch_size
         self.num_drafted = tree.num_nodes if tree else self.depth
-        self.widths = Widths(self.num_drafted, verify_cost if self.depth == self.num_drafted else None, steps)
+        self.widths = Widths(self.num_drafted, verify_cost if self.is_chain else None, steps)
         self.layers = drafter.feature_layers if drafter else ()
         # slots after the committed tokens that a round may write, the drafter's own expansions included
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
@@ -108,8 +112,6 @@ class Engine:
         # a single query that sees the whole cache needs no mask; growing shapes cost nothing on a CPU
         self.is_newest = drafter is None and batch_size == 1 and steps == "eager" and target.device.type == "cpu"
         self.extent = 0  # number of slots that this round's attention reads
-        has_penalty = self.sampling.repetition_penalty != 1
-        self.history = TokenHistory(batch_size, target.vocab_size, target.device) if has_penalty else None
         self.offsets = torch.arange(max(self.num_slots, self.num_drafted + 1), device=target.device)
         self.chain_parents = (self.offsets[: self.num_drafted] - 1).expand(batch_size, -1)
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
@@ -126,15 +128,14 @@ class Engine:
             run = partial(self.replay, ("prompts", tokens.shape[1], num_kept), run)
         self.num_kept, self.extent = num_kept, tokens.shape[1]
         output = TargetOutput(*cast(list[Tensor], run(tokens, num_valid)))
-        if self.history is not None:
-            self.history.committed.zero_()
-            self.history.add(tokens, num_valid)
-        history = None if self.history is None else self.history.committed[:, None]
-        return output, self._chosen(output.at(num_valid - 1 - num_kept), history)
+        if self.sampling.temperature > 0:
+            self.seed.copy_(random_keys([1], self.seed.device, self.generator))
+        return output, self._chosen(output.at(num_valid - 1 - num_kept), num_valid[:, None])
 
     def _read_prompts(self, tokens: Tensor, num_valid: Tensor) -> Tensors:
-        how = {"num_kept": self.num_kept, "feature_layers": self.layers}
-        output = read_prompts(self.target, tokens, num_valid, self.cache, **how)
+        output = read_prompts(
+            self.target, tokens, num_valid, self.cache, num_kept=self.num_kept, feature_layers=self.layers
+        )
         return output.features, output.post_norm
 
     @on_device
@@ -149,7 +150,7 @@ class Engine:
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
             return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
-        prompts = replace(read, extent=self.extent + self.num_spare, cache=self.cache)
+        prompts = replace(read, extent=self.extent + self.num_spare)
         self.drafter.commit_prompts(self.state, prompts, most=self.target.prompt_chunk)
         return read.again(self.depth + 1)
 
@@ -164,12 +165,12 @@ class Engine:
     def rehearse(self, state: DecodeState) -> None:
         """Record or compile this round's steps, if needed, by running them; commits nothing, restores the generator."""
         if self.drafter is not None and self.drafts_on_host and self.replay.steps != "eager":
-            self.drafter.rehearse(self.state, self.replay, extent=self.extent, depth=self.depth, tree=self.tree)
+            self.drafter.rehearse(self.state, self.replay, extent=self.extent, depth=self.depth)
         if self.replay.has(("verify", self.extent)):  # recorded last
             return
         generator_state = None if self.generator is None else self.generator.get_state()
         nothing = self.no_tokens.new_zeros(self.batch_size, self.num_drafted)
-        proposal = Proposal(nothing, None if self.tree is None else nothing - 1)
+        proposal = Proposal(nothing, None if self.is_chain else nothing - 1)
         if state.read is not None and not self.drafts_on_host:
             proposal = self.draft(state.read)
         for width in self.widths.known:
@@ -183,7 +184,7 @@ class Engine:
         if self.drafter is None or read is None:
             return Proposal(self.no_tokens)
         if self.drafts_on_host:
-            self.drafter.commit(self.state, replace(read, extent=self.extent, cache=self.cache))
+            self.drafter.commit(self.state, replace(read, extent=self.extent))
             drafted = self.drafter.propose_chain_or_tree(self.state, self.num_drafted, self.tree)
             if drafted.draft_probs is not None and self.replay.steps != "eager":
                 raise BadInput(f"steps {self.replay.steps}: not with draft probabilities from the host; eager works")
@@ -199,10 +200,7 @@ class Engine:
         Args: ended: by row, whether it has ended; then none of its drafts is.
         """
         num_offered = self.widths.offered(proposal.confidence, ended)
-        verified = self._run_verify(state, proposal, num_offered)
-        if self.history is not None:
-            self.history.add(verified.tokens, verified.num_accepted + 1)
-        return verified
+        return self._run_verify(state, proposal, num_offered)
 
     def _run_verify(self, state: DecodeState, proposal: Proposal, num_offered: list[int]) -> Verified:
         width, limit = self.widths.of(num_offered), None
@@ -224,19 +222,24 @@ class Engine:
         return cast(Tensor, self.replay(key, self._choose, last, nodes, parents, start)[0])
 
     def _choose(self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor) -> Tensors:
-        return (self._chosen(self._read_nodes(last, nodes, parents, start)[2]),)
+        _, positions, output = self._read_nodes(last, nodes, parents, start)
+        return (self._chosen(output, positions + 1),)
 
-    def _chosen(self, output: TargetOutput, history: Tensor | None = None) -> Tensor:
-        """[B, Q] the target's own next token after each position."""
+    def _chosen(self, output: TargetOutput, positions: Tensor) -> Tensor:
+        """[B, Q] the target's own next token after each state; positions: [B, Q] of these tokens in their texts."""
         states, target, sampling = output.post_norm, self.target, self.sampling
         if sampling.takes_best:
             return target.best(states) if output.best is None else output.best
-        return choose_tokens(target.logits(states), sampling=sampling, history=history, generator=self.generator)
+        return choose_tokens(target.logits(states), sampling, keys=self._keys(positions))
+
+    def _keys(self, positions: Tensor) -> Tensor | None:
+        """The random keys [B, Q] with which `choose_tokens` chooses the tokens at these positions [B, Q]."""
+        return None if self.sampling.temperature == 0 else noise_keys(self.seed, positions)
 
     def _draft(self, *tensors: Tensor) -> Tensors:
         """`Reading.tensors` -> the tensors of a Proposal; like `_verify`, without copies to the host."""
         assert self.drafter is not None
-        read = Reading.of(tensors, extent=self.extent, follows_draft=self.tree is None, cache=self.cache)
+        read = Reading.of(tensors, extent=self.extent, follows_draft=self.is_chain)
         self.drafter.commit(self.state, read)
         is_greedy = self.sampling.temperature == 0
         draws = None if is_greedy else Draws(self.sampling.temperature, self.target.vocab_size, self.generator)
@@ -254,11 +257,10 @@ class Engine:
         limit: Tensor | None,
     ) -> Tensors:
         """The step of `verify`. limit: [B] drafts to verify; None: all."""
-        tokens, mask, output = self._read_nodes(last, drafted, parents, start)
-        history = None if self.history is None else self.history.at(tokens, mask)
+        tokens, positions, output = self._read_nodes(last, drafted, parents, start)
         read, num_drafted = (tokens, output.features, output.post_norm), drafted.shape[1]
         if num_drafted == 0:
-            return torch.zeros_like(start), self._chosen(output, history), *read, None
+            return torch.zeros_like(start), self._chosen(output, positions + 1), *read, None
         if self.rule.needs_draft_probs and draft_probs is None:
             raise BadInput("this accept rule needs draft probabilities, and the drafter gives none")
         candidates = Candidates(
@@ -267,21 +269,19 @@ class Engine:
             depth=min(self.depth, num_drafted),
             is_chain=parents is None,
             read_logits=partial(self.target.logits, output.post_norm),
-            read_best=partial(self._chosen, output) if self.sampling.takes_best else None,
+            read_best=partial(self._chosen, output, positions + 1) if self.sampling.takes_best else None,
             draft_probs=draft_probs,
             sampling=self.sampling,
-            history=history,
+            keys=self._keys(positions + 1),
             generator=self.generator,
-            most_children=self.tree.most_children[:num_drafted] if isinstance(self.tree, StaticTree) else None,
             offered=limit,
         )
-        accepted, rotary = self.rule(candidates), self.target.row_rotary
+        accepted = self.rule(candidates)
         if parents is None:
             results = accepted.committed(tokens), *read, None
         else:
             results = self._keep_path(accepted, tokens, output, start)
-        num = accepted.num_accepted
-        return num if rotary is None else rotary.before_change(num, start), *results
+        return accepted.num_accepted, *results
 
     def _keep_path(self, accepted: AcceptedPath, tokens: Tensor, output: TargetOutput, start: Tensor) -> Tensors:
         """Move the accepted path right after the last committed token, in the cache and in what the drafter reads."""
@@ -293,8 +293,8 @@ class Engine:
 
     def _read_nodes(
         self, last: Tensor, nodes: Tensor, parents: Tensor | None, start: Tensor
-    ) -> tuple[Tensor, Tensor | None, TargetOutput]:
-        """The tokens read [B, S + 1]; for a tree the mask [B, S + 1, S] of the nodes that they see; the states."""
+    ) -> tuple[Tensor, Tensor, TargetOutput]:
+        """The tokens read [B, S + 1], their positions, and the states."""
         tokens, mask = torch.cat([last, nodes], 1), None
         positions = start[:, None] + self.offsets[: tokens.shape[1]]
         if parents is not None and nodes.shape[1] > 0:
@@ -311,4 +311,4 @@ class Engine:
             is_round=self.compiles_layers,
             chooses=self.sampling.takes_best,
         )
-        return tokens, mask, output
+        return tokens, positions, output

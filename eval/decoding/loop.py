@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...heads.drafter import Drafter, Reading
-from ...heads.drafting import Tree
-from ...heads.target import Target
-from ...heads.targets.prompts import read_again
+from ...base.errors import BadInput
+from ...heads.drafting.drafter import Drafter, Reading
+from ...heads.drafting.trees import Tree
+from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .replay import Stopwatch
 from .sampling import Sampling
@@ -108,7 +107,6 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
     num_draft_tokens: int | None = None,
     tree: Tree | None = None,
     eos_token_ids: Iterable[int] | None = None,
@@ -123,12 +121,12 @@ def generate(
     Args:
         drafter: proposes tokens; None for the autoregressive baseline.
         input_ids: one or several prompts, of any lengths. max_new_tokens: per row, exact.
-        temperature, top_k, top_p, repetition_penalty: as in `Sampling`, for all tokens.
+        temperature, top_k, top_p: as in `Sampling`, for all tokens.
         num_draft_tokens: K per round; None: the drafter's default.
         tree: draft trees of this shape instead of chains; then K is its depth.
         eos_token_ids: tokens that end a row (emitted); None: the target's own.
         stop_strings: texts that end a row; the token that completes one is its last.
-        accept: a name in `verify.ACCEPT_RULES`, or a rule; the text is the target's own only with a lossless one.
+        accept: a name in `verify.ACCEPT_RULES`, or a rule.
         verify_cost: of one more token, in rounds that verify none: only drafts that pay are verified. None: all.
         steps: as `Engine` takes it. generator: the source of randomness at temperature > 0.
 
@@ -143,7 +141,7 @@ def generate(
         max_length=max(map(len, rows)) + max_new_tokens,
         num_draft_tokens=num_draft_tokens,
         tree=tree,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty),
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         accept=accept,
         verify_cost=verify_cost,
         steps=steps,
@@ -236,7 +234,6 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
     proposal = engine.draft(state.read)
     marks.append(watch.mark())
     # Verify: one forward over the last committed token and the drafted ones
-    read_again(engine.target, engine.cache, texts.prompts, texts.new, ended=texts.ended)
     accepted, committed, tokens, output, path, num_offered = engine.verify(state, proposal, texts.ended)
     marks.append(watch.mark())
     nodes = engine.no_tokens if path is None else path

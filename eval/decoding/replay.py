@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ...configs.errors import BadInput, first_line
-from ...heads.decoders.joined_decoder import COMPILES_FROM, compiled_ahead
+from ...base.errors import BadInput, first_line
+from ...targets.cpu.joined_decoder import COMPILES_FROM, compiled_ahead
 
 Tensors = tuple[Tensor | None, ...]
 Step = Callable[..., Tensors]

@@ -1,35 +1,36 @@
 """How the target chooses tokens from logits: in fp32, on the device, without copies to the host.
 
-The same sampling applies to drafted tokens, the bonus token, and every token of the baseline.
+The same sampling applies to drafted tokens, the bonus token, and every token of the baseline. A sampled token follows
+from its distribution and from noise that depends on nothing but a seed, the row and the token's position. So baseline
+and speculation, given the same seed, write the same text, and a sampled text can be proved as a greedy one is.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...configs.errors import BadInput
+from ...base.errors import BadInput
 
 BLOCK = 128  # tokens whose probabilities are summed at once when a token is sampled
+GOLDEN, MULTIPLIERS = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, as int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters as transformers defines them. The repetition penalty also applies at temperature 0.
-
-    Raises: BadInput on a value out of range."""
+    """Sampling parameters as transformers defines them. Raises BadInput on a value out of range."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    repetition_penalty: float = 1.0  # 1: off
 
     @property
     def takes_best(self) -> bool:
-        """Whether the choice is the argmax of the raw logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        """Whether the choice is the argmax of the logits."""
+        return self.temperature == 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -38,33 +39,16 @@ class Sampling:
             raise BadInput(f"top_k {self.top_k}: expected a whole number, 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise BadInput(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise BadInput(f"repetition_penalty {self.repetition_penalty}: expected more than 0; 1 is off")
 
 
-def penalised(logits: Tensor, sampling: Sampling, history: Tensor | None) -> Tensor:
-    """fp32 logits after the repetition penalty (Keskar et al. 2019, CTRL; as in transformers)."""
-    logits = logits.float()
-    penalty = sampling.repetition_penalty
-    if penalty == 1:
-        return logits
-    assert history is not None, "a repetition penalty needs the tokens before each position"
-    return torch.where(history, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = None) -> Tensor:
-    """The distribution that the target samples from: penalty, temperature, top-k, top-p, in transformers' order.
+def target_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that the target samples from: temperature, top-k, top-p, in transformers' order.
 
     Ties: top-k keeps all that equal the k-th, top-p keeps the lowest ids, temperature 0 is one-hot at the lowest id.
 
-    Args:
-        logits: [..., V].
-        history: [..., V] bool, the tokens to penalise: those of the prompt and the text before this position, drafted
-            ones on the path included. Needed only with a penalty.
-
-    Returns: [..., V] fp32, summing to 1.
+    Args: logits: [..., V]. Returns: [..., V] fp32, summing to 1.
     """
-    logits = penalised(logits, sampling, history)
+    logits = logits.float()
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature
@@ -79,76 +63,73 @@ def target_probs(logits: Tensor, sampling: Sampling, history: Tensor | None = No
     return logits.softmax(-1)
 
 
-def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token per distribution [..., V], which need not sum to 1: [...] ids; never one of probability 0.
+def noise_keys(seed: Tensor, positions: Tensor) -> Tensor:
+    """[B, Q] the keys of the noise by which the tokens at these positions are chosen: a hash of seed, row and position.
 
-    Takes the first token at which the cumulative sum exceeds one uniform number. It is looked for among the sums of
-    blocks, then in one block: on a CPU, torch.multinomial's random number per token of a large vocabulary takes as long
-    as the forward. Sums are in float64, as float32 sums over 50,000 tokens would lose the rare ones.
+    Args: seed: [1] int64. positions: [B, Q] of each token to choose in its text, the prompt included.
+    """
+    rows = torch.arange(len(positions), device=positions.device)[:, None]
+    return mixed(mixed(mixed(seed) + rows) + positions)
+
+
+def random_keys(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Keys of that shape, drawn at random."""
+    return torch.randint(-(2**62), 2**62, tuple(shape), device=device, generator=generator)
+
+
+def mixed(keys: Tensor) -> Tensor:
+    """int64 keys to hashes in which each bit depends on all bits of the key: one step of SplitMix64 (Steele et al.
+    2014). Counter-based, so that no state is kept and a recorded step draws what an eager one does."""
+    keys = keys + GOLDEN
+    keys = (keys ^ (keys >> 30 & 2**34 - 1)) * MULTIPLIERS[0]  # `>>` copies the sign: its copies are masked out
+    keys = (keys ^ (keys >> 27 & 2**37 - 1)) * MULTIPLIERS[1]
+    return keys ^ (keys >> 31 & 2**33 - 1)
+
+
+def clocks(keys: Tensor, indices: Tensor) -> Tensor:
+    """[..., n] numbers from the exponential distribution, fp32, for the n alternatives of that index [..., n] under
+    keys [...]."""
+    bits = mixed(keys[..., None] + indices * GOLDEN) >> 12 & 2**52 - 1
+    return -((bits.double() + 0.5) * 2.0**-52).log().float()
+
+
+def sample(probs: Tensor, keys: Tensor) -> Tensor:
+    """The token that the noise under keys [...] chooses from each distribution [..., V], which need not sum to 1.
+
+    Over random keys it is a sample; one of probability 0 is never chosen. First a block of tokens wins, then a token in
+    it, each the one whose probability over its exponential noise is largest (the Gumbel-max trick). So noise is needed
+    for V / BLOCK + BLOCK alternatives rather than V, which on a CPU would take as long as the forward; and where
+    rounding moves probabilities a little, it changes the choice as rarely as that of an argmax.
     """
     num_tokens = probs.shape[-1]
     if missing := -num_tokens % BLOCK:
         probs = F.pad(probs, (0, missing))
     blocks = probs.unflatten(-1, (-1, BLOCK))  # [..., N, BLOCK]
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [..., N]
-    total = sums[..., -1:]
-    uniform = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator)
-    block, left = first_above(sums, uniform * total)  # [..., 1] each
-    at = block[..., None].expand(*block.shape, BLOCK)
-    inside = blocks.gather(-2, at).squeeze(-2).cumsum(-1, dtype=torch.float64)  # [..., BLOCK]
-    token = block * BLOCK + first_above(inside, left)[0]
-    return token.squeeze(-1).clamp_max(num_tokens - 1)  # if all probabilities are 0
+    block, token = block_clocks(keys, blocks.shape[-2])
+    best = (blocks.sum(-1) / block).argmax(-1, keepdim=True)  # [..., 1]
+    inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).squeeze(-2)  # [..., BLOCK]
+    chosen = best * BLOCK + (inside / token(best)).argmax(-1, keepdim=True)
+    return chosen.squeeze(-1).clamp_max(num_tokens - 1)  # if all probabilities are 0
 
 
-def first_above(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The index of the first of the ascending sums [..., N] that exceeds `wanted` [..., 1], and how far the latter is
-    above the sum before it: [..., 1] each. If rounding made it reach the last sum, it is taken as slightly less."""
-    last = sums[..., -1:]
-    wanted = torch.minimum(wanted, last.nextafter(torch.zeros_like(last)))
-    index = torch.searchsorted(sums, wanted, right=True).clamp_max(sums.shape[-1] - 1)
-    before = sums.gather(-1, (index - 1).clamp_min(0)).where(index > 0, 0.0)
-    return index, wanted - before
+def block_clocks(keys: Tensor, num_blocks: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The noise of the blocks [..., N], and what gives that of the tokens [..., BLOCK] in block [..., 1]."""
+    numbers = torch.arange(num_blocks, device=keys.device)
+    inside = torch.arange(BLOCK, device=keys.device)
+    return clocks(keys, numbers), lambda block: clocks(keys, num_blocks + block * BLOCK + inside)
 
 
-def choose_tokens(
-    logits: Tensor, sampling: Sampling, *, history: Tensor | None = None, generator: torch.Generator | None = None
-) -> Tensor:
-    """The token that the target itself emits at each position: its argmax, or one sample at temperature > 0.
+def choose_tokens(logits: Tensor, sampling: Sampling, *, keys: Tensor | None = None) -> Tensor:
+    """The token that the target itself emits at each position: its argmax, or at temperature > 0 the one that the noise
+    chooses.
 
     Used for every token of every run, the baseline's and the bonus token included, so that ties break the same way.
 
-    Args: as in target_probs. Returns: [...] token ids.
+    Args: logits: [..., V]. keys: [...] from `noise_keys`; needed at temperature > 0 alone.
+
+    Returns: [...] token ids.
     """
     if sampling.temperature == 0:
-        return penalised(logits, sampling, history).argmax(-1)
-    return sample(target_probs(logits, sampling, history), generator)
-
-
-class TokenHistory:
-    """Which tokens each row contains so far, for the repetition penalty.
-
-    committed: [B, V] bool; updated in place, so that recorded steps read the current values.
-    """
-
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
-        self.committed = torch.zeros(batch_size, vocab_size, dtype=torch.bool, device=device)
-
-    def add(self, tokens: Tensor, num_valid: Tensor) -> None:
-        """Commit the first num_valid [B] of tokens [B, Q]."""
-        valid = torch.arange(tokens.shape[1], device=tokens.device) < num_valid[:, None]  # [B, Q]
-        counts = torch.zeros(self.committed.shape, device=tokens.device).scatter_add_(1, tokens, valid.float())
-        self.committed |= counts > 0
-
-    def at(self, tokens: Tensor, tree_mask: Tensor | None) -> Tensor:
-        """[B, S + 1, V] the tokens up to each of tokens [B, S + 1], the first of which is the last committed one.
-
-        Args: tree_mask: [B, S + 1, S] which drafted nodes each position attends to; None: a chain.
-        """
-        size = tokens.shape[1]
-        if tree_mask is None:
-            path = torch.ones(size, size, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
-        else:  # the root is on every path
-            path = torch.cat([torch.ones_like(tree_mask[..., :1]), tree_mask], -1)  # [B, S + 1, S + 1]
-        one_hot = torch.zeros(*tokens.shape, self.committed.shape[1], device=tokens.device)
-        one_hot = one_hot.scatter_(2, tokens[..., None], 1.0)  # [B, S + 1, V]
-        return self.committed[:, None] | (path.float() @ one_hot > 0)
+        return logits.float().argmax(-1)
+    assert keys is not None, "a sampled token needs the key of its noise"
+    return sample(target_probs(logits, sampling), keys)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...configs.errors import BadInput
-from ...heads.target import Target
+from ...base.errors import BadInput
+from ...targets.target import Target
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from math import inf
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...heads.drafting import worth_verifying
+from ...base.errors import BadInput
+from ...heads.drafting.trees import worth_verifying
 
 
 class Widths:

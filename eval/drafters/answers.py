@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput, first_line
-from ...configs.jsonl import naming_faults
-from ...heads.chat.prompts import RENDER_ERRORS, ChatTemplate, prompt_ids
-from ...heads.chat.rows import UnusableRow, chat_of, is_chat
-from ...heads.chat.written_ids import KEY, tokenizer_fingerprint, written_sequences
+from ...base.errors import BadInput, first_line
+from ...base.jsonl import naming_faults
+from ...targets.chat.prompts import RENDER_ERRORS, ChatTemplate, prompt_ids
+from ...targets.chat.rows import UnusableRow, chat_of, is_chat
+from ...targets.chat.written_ids import KEY, tokenizer_fingerprint, written_sequences
 from ..suites.prompts import file_rows, question_of
 from .suffix import SuffixTrie
 
@@ -77,21 +77,28 @@ def load_answers(path: str | Path, tokenizer: Any, *, vocab_size: int | None = N
     Raises: BadInput naming the file's line.
     """
     rows, questions = [], []
-    how = {"fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": vocab_size}
+    fingerprint = tokenizer_fingerprint(tokenizer)
     for origin, row in file_rows(path):
         with naming_faults(row, origin):
-            rows.append(answered(row, tokenizer, origin=origin, **how))
+            rows.append(answered(row, tokenizer, origin=origin, fingerprint=fingerprint, vocab_size=vocab_size))
             questions.append(question_of(row))
     return Answers(rows, questions)
 
 
-def answered(row: dict[str, Any], tokenizer: Any, *, origin: str, **how: Any) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and of its answer. Args: how: as `written_sequences` takes it. Raises BadInput
-    naming the origin."""
+def answered(
+    row: dict[str, Any], tokenizer: Any, *, origin: str, fingerprint: str, vocab_size: int | None
+) -> tuple[list[int], list[int]]:
+    """Token ids of a row's prompt and of its answer. Raises BadInput naming the origin.
+
+    Args: fingerprint: of the tokenizer. vocab_size: as of `load_answers`.
+    """
     if "input_ids" not in row and not (is_chat(row) or {"prompt", "response"} <= row.keys()):
         raise BadInput(f"{origin}: an answer needs `messages` or `prompt` and `response`, found {sorted(row)}")
     if KEY in row and "messages" in row:
-        if sequences := written_sequences(row, row["messages"], tokenizer, origin=origin, **how):
+        sequences = written_sequences(
+            row, row["messages"], tokenizer, origin=origin, fingerprint=fingerprint, vocab_size=vocab_size
+        )
+        if sequences:
             ids, (start, end) = sequences[-1].input_ids, sequences[-1].spans[-1]
             return ids[:start], ids[start:end]
     prompt = prompt_ids(row, tokenizer, origin=origin)

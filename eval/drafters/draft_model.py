@@ -1,18 +1,20 @@
 """A smaller language model that drafts for the target (Leviathan et al. 2023), with its own cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
+from ...base.errors import BadInput
 from ...heads.base import Proposal
-from ...heads.decoders.cache import SlotCache
-from ...heads.decoders.state_cache import StateCache
-from ...heads.drafter import Drafter, Reading
-from ...heads.target import Target
-from ...heads.targets.prompts import read_prompts
-from ...heads.targets.same_vocabulary import differing_word
+from ...heads.drafting.drafter import Drafter, Reading
+from ...targets.caches.cache import SlotCache
+from ...targets.caches.state_cache import StateCache
+from ...targets.prompts import read_prompts
+from ...targets.same_vocabulary import differing_word
+from ...targets.target import Target
 
 
 @dataclass
@@ -45,10 +47,9 @@ class DraftModelDrafter(Drafter):
 
     @torch.no_grad()
     def commit_prompts(self, state: DraftModelState, read: Reading, *, most: int) -> None:
-        has_states = isinstance(state.cache, StateCache)
-        if has_states or self.model.row_rotary is not None:  # which need to know where a prompt ends
+        if isinstance(state.cache, StateCache):  # which needs to know where a prompt ends
             tokens = read.tokens.clamp(max=self.model.vocab_size - 1)
-            num = read.num_valid - int(has_states)  # the first round reads the last token, from the states before it
+            num = read.num_valid - 1  # the first round reads the last token, from the states before it
             read_prompts(self.model, tokens, num.clamp(min=0), state.cache)
         else:
             super().commit_prompts(state, read, most=most)
@@ -74,7 +75,7 @@ class DraftModelDrafter(Drafter):
             for depth in range(num_draft_tokens):
                 if depth > 0:
                     hidden = self._read(state, tokens[-1], state.position + depth)
-                tokens.append(self.model.logits(hidden)[..., : self.num_tokens].argmax(-1))  # [B, 1]
+                tokens.append(self.model.best(hidden, self.num_tokens))  # [B, 1]
         return Proposal(torch.cat(tokens, 1))
 
     def _read(self, state: DraftModelState, tokens: Tensor, start: Tensor) -> Tensor:
@@ -87,12 +88,19 @@ class DraftModelDrafter(Drafter):
 def load_draft_model(path: str, target: Target) -> Target:
     """Load a draft model in the target's dtype, on its device. Raises BadInput, also if it has no tokenizer."""
     dtype = str(target.dtype).removeprefix("torch.")
-    try:
+    with naming_draft_model(path):
         model = Target.load(path, dtype=dtype, device=target.device)
         _ = model.tokenizer
+    return model
+
+
+@contextmanager
+def naming_draft_model(path: str) -> Iterator[None]:
+    """Opens the message of a BadInput with the drafter."""
+    try:
+        yield
     except BadInput as error:
         raise BadInput(f"drafter draft-model:{path}: {error}") from error
-    return model
 
 
 def has_tokenizer_of(target: Target, model: Target) -> bool:

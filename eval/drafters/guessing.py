@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...heads.base import DraftHead
-from ...heads.drafter import Drafter, Reading
-from ...heads.nn.target_output import TargetOutput
+from ...heads.drafting.drafter import Drafter, Reading
+from ...heads.drafting.windowed import PART, Windowed
+from ...targets.layers.target_output import TargetOutput
 from ..decoding.replay import Replay
 from .unread import Unread
 
@@ -26,22 +27,21 @@ class Guess:
     probability: float
 
 
-Chain = list[list[Guess]]  # for each depth of a head's greedy chain its guesses, best first
+Chain = list[Guess]  # a head's greedy chain
 
 
 @dataclass
 class Guessing:
     """A head, its state, and the positions that it has not read.
 
-    num_tokens: of a chain. num_ranks: its best guesses of each token. Once steps are recorded, replay: runs them;
-    extent: the slots of this round; width: the positions that the step reads.
+    num_tokens: of a chain. Once steps are recorded, replay: runs them; extent: the slots of this round; width: the
+    positions that the step reads.
     """
 
     head: DraftHead
     state: Any
     unread: Unread
     num_tokens: int = 0
-    num_ranks: int = 1
     replay: Replay | None = None
     extent: int = 0
     width: int = 0
@@ -55,7 +55,7 @@ class Guessing:
         from_start = self.unread.is_from_start
         if (read := self.unread.take()) is None:
             return
-        if from_start:
+        if from_start or isinstance(self.head, Windowed):
             self.head.commit_prompts(self.state, read, most=MOST_READ)
         else:  # a head's own way with prompts is for whole ones
             Drafter.commit_prompts(self.head, self.state, read, most=MOST_READ)
@@ -65,10 +65,12 @@ class Guessing:
         elif from_start:
             self.head.commit(self.state, last)
 
-    def chains(self, num_tokens: int, *, num_ranks: int) -> list[Chain]:
-        """Each row's chain of num_tokens tokens, with the head's num_ranks best guesses of each."""
-        self.num_tokens, self.num_ranks = num_tokens, num_ranks
+    def chains(self, num_tokens: int) -> list[Chain]:
+        """Each row's chain of num_tokens tokens."""
+        self.num_tokens = num_tokens
         most = MOST_READ if self.replay is None else self.width
+        if isinstance(self.head, Windowed) and self.head.draft_window is not None:
+            most = min(most, PART)
         if self.unread.is_from_start or max(self.unread.lengths) > most:
             self.read(is_asked=True)
         read = self.unread.take()
@@ -79,14 +81,12 @@ class Guessing:
         else:
             guesses = self._replayed(self.replay, self._in_shape(read))
         rows = zip(*(one.tolist() for one in guesses), strict=True)
-        return [
-            [[Guess(*pair) for pair in zip(*depth, strict=True)] for depth in zip(*row, strict=True)] for row in rows
-        ]
+        return [[Guess(*pair) for pair in zip(*row, strict=True)] for row in rows]
 
-    def record(self, replay: Replay, *, extent: int, width: int, num_tokens: int, num_ranks: int) -> None:
+    def record(self, replay: Replay, *, extent: int, width: int, num_tokens: int) -> None:
         """Have this round's step recorded, if it is not, by reading nothing into slots that are yet to be written."""
         self.replay, self.extent, self.width = replay, extent, width
-        self.num_tokens, self.num_ranks = num_tokens, num_ranks
+        self.num_tokens = num_tokens
         if replay.has(self._key):
             return
         target, rows = self.head.target, len(self.unread.first)
@@ -101,7 +101,7 @@ class Guessing:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return "guess", self.extent, self.width, self.num_tokens, self.num_ranks
+        return "guess", self.extent, self.width, self.num_tokens
 
     def _in_shape(self, read: Reading) -> Reading:
         """A Reading as wide as the step."""
@@ -120,14 +120,9 @@ class Guessing:
         return self._drafted()
 
     def _drafted(self) -> tuple[Tensor, Tensor]:
-        """[B, K, ranks] each: target ids, and the head's probabilities of them."""
+        """[B, K] each: target ids, and the head's probabilities of them."""
         proposal = self.head.propose(self.state, num_draft_tokens=self.num_tokens)
-        estimates = proposal.estimates() if self.num_ranks == 1 else None
-        if estimates is not None:
-            return proposal.tokens[..., None], estimates[..., None]
-        if not proposal.logits:
-            tokens = proposal.tokens[..., None]
-            return tokens, torch.full_like(tokens, UNKNOWN, dtype=torch.float)
-        logits = torch.stack(proposal.logits, 1).float()  # [B, K, Vd]
-        best = logits.topk(self.num_ranks, -1)
-        return self.head.to_target(best.indices), (best.values - logits.logsumexp(-1, True)).exp()
+        estimates = proposal.estimates()
+        if estimates is None:
+            estimates = torch.full_like(proposal.tokens, UNKNOWN, dtype=torch.float)
+        return proposal.tokens, estimates

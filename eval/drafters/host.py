@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...heads.base import Proposal
-from ...heads.drafter import Drafter, Reading
+from ...heads.drafting.drafter import Drafter, Reading
 
 
 class RowText:

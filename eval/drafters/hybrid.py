@@ -1,4 +1,4 @@
-"""A head combined with look-ups: a chain or tree of the head's guesses that continues with copies of what followed the
+"""A head combined with look-ups: a chain of the head's guesses that continues with copies of what followed the
 same words before. How to combine them is learnt from how often each was right."""
 
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ...heads.base import DraftHead
-from ...heads.drafter import Drafter, Reading
-from ...heads.drafting import Draws, Proposal, Tree
+from ...heads.drafting.drafter import Drafter, Reading
+from ...heads.drafting.trees import Proposal
 from ..decoding.replay import Replay
 from .answers import Answers
 from .asking import Asking
@@ -16,10 +16,9 @@ from .guessing import Chain, Guessing
 from .host import RowText, commit_texts
 from .lookup import ANSWERED_DRAFT_TOKENS, suffix_rows
 from .rates import PROBABILITIES, PROBABILITY_RATES, HitRates, LookupRates
-from .suffix import Node, Path, SuffixRow, dynamic_only, tree_proposal
+from .suffix import SuffixRow
 from .unread import Unread
 
-NUM_RANKS = 4  # guesses of the head per node of its chain that a tree may hold
 MOST_KEPT = 512  # positions of a prompt whose states are kept until the head is asked; it reads longer ones at once
 
 
@@ -38,7 +37,7 @@ class HybridRow(RowText):
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens, and count which guesses would have been right."""
-        for token, (guess, *_) in zip(tokens, self.latest, strict=False):
+        for token, guess in zip(tokens, self.latest, strict=False):
             self.guessed.add(guess.probability, is_right=guess.token == token)
             if guess.token != token:  # later guesses were for another text
                 break
@@ -58,26 +57,12 @@ class HybridRow(RowText):
             if whole > most:
                 best, most = [*own, *(token for token, _ in copied)], whole
             if num_guessed < len(head):
-                guess = head[num_guessed][0]
+                guess = head[num_guessed]
                 chance *= self.guessed.at(guess.probability)
                 expected += chance
                 place = self.text.follow(place, guess.token)
                 own.append(guess.token)
         return best
-
-    def tree(self, head: Chain, *, num_nodes: int, depth: int) -> list[Path]:
-        """The nodes most likely to be accepted, of the head's chain, its other guesses, and copies that continue these;
-        as `SuffixRow.tree`."""
-        self.latest = head
-        seeds, path, chance, place = [], (), 1.0, self.text.place
-        for best, *others in head[:depth]:
-            for guess in others:
-                behind = self.text.follow(place, guess.token)
-                seeds.append(Node(chance * guess.probability, (*path, guess.token), behind))
-            path, place = (*path, best.token), self.text.follow(place, best.token)
-            chance *= self.guessed.at(best.probability)
-            seeds.append(Node(chance, path, place))
-        return self.text.tree(seeds, num_nodes=num_nodes, depth=depth)
 
 
 @dataclass
@@ -92,18 +77,15 @@ class HybridState:
 class HybridDrafter(Drafter):
     """A head, and look-ups in suffix tries where these are expected to be accepted more.
 
-    For chains the head is asked where that is expected to raise tokens per time (`Asking`), and reads only then. A
+    The head is asked where that is expected to raise tokens per time (`Asking`), and reads only then. A
     chain is j tokens of the head, at most as many as it was trained to draft, then K - j copied ones; the j is that for
-    which most tokens are expected to be accepted: the sum over depths of the product of the tokens' hit rates. A
-    dynamic tree, for which the head is always asked, holds the nodes most likely to be accepted by these rates, as in
-    EAGLE-2 (Li et al. 2024, section 4).
+    which most tokens are expected to be accepted: the sum over depths of the product of the tokens' hit rates.
     Drafts are deterministic, so the text is the target's own at temperature > 0 too.
 
     Args: head: the one that is asked. answers: as in `SuffixDrafter`.
     """
 
     on_host = True
-    drafts_trees = True
 
     def __init__(self, head: DraftHead, *, answers: Answers | None = None):
         self.head, self.answers = head, answers
@@ -126,10 +108,8 @@ class HybridDrafter(Drafter):
     def _new_rows(self, batch_size: int) -> list[HybridRow]:
         return [HybridRow(text, self.guessed) for text in suffix_rows(batch_size, self.answers, self.rates)]
 
-    def rehearse(self, state: HybridState, replay: Replay, *, extent: int, depth: int, tree: Tree | None) -> None:
-        num_ranks = 1 if tree is None else NUM_RANKS
-        num_tokens = min(depth, self.reach)
-        state.guessing.record(replay, extent=extent, width=depth + 1, num_tokens=num_tokens, num_ranks=num_ranks)
+    def rehearse(self, state: HybridState, replay: Replay, *, extent: int, depth: int) -> None:
+        state.guessing.record(replay, extent=extent, width=depth + 1, num_tokens=min(depth, self.reach))
 
     def commit(self, state: HybridState, read: Reading) -> None:
         state.active = commit_texts(state.rows, read)
@@ -154,15 +134,7 @@ class HybridDrafter(Drafter):
         growing = (row for row, active in enumerate(state.active) if active)
         expected = {row: sum(chance for _, chance in copies[row]) for row in growing}
         if self.asking.decide(expected, rate=self.guessed.mean, depth=depth):
-            chains = state.guessing.chains(depth, num_ranks=1)
+            chains = state.guessing.chains(depth)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]
         return Proposal(torch.tensor(drafts))  # [B, K]
-
-    def propose_tree(self, state: HybridState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
-        """A dynamic tree of that many nodes; BadInput on a fixed shape."""
-        tree = dynamic_only(tree)
-        chains = state.guessing.chains(min(tree.depth, self.reach), num_ranks=NUM_RANKS)
-        rows = zip(state.rows, chains, strict=True)
-        trees = (row.tree(own, num_nodes=tree.num_nodes, depth=tree.depth) for row, own in rows)
-        return tree_proposal(trees, tree.num_nodes)

@@ -4,14 +4,13 @@ import struct
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from ...configs.files import replacing
+from ...base.files import replacing
+from ...engines.servers.llama_server import DYNAMIC, STATIC
 from .answers import LEAD_IN, Answers
 
-DYNAMIC, STATIC = "answers.ngrams", "bigrams.ngrams"
 LONGEST = 4  # tokens of an n-gram in llama.cpp
 STATIC_SIZE = 2
 NO_TOKEN = -1
-MOST_DRAFTED = 8  # fixed in llama.cpp
 
 Counts = dict[tuple[int, ...], Counter[int]]  # for each n-gram, how often each token followed it
 
@@ -33,13 +32,6 @@ def write_cache(answers: Answers, folder: str | Path) -> int:
     _write(counts, Path(folder, DYNAMIC))
     _write({ngram: behind for ngram, behind in counts.items() if len(ngram) == STATIC_SIZE}, Path(folder, STATIC))
     return len(counts)
-
-
-def cache_flags(dynamic: str | Path) -> list[str]:
-    """llama-server's flags to look up in a dynamic file, and in the static file next to it if there is one."""
-    static = Path(dynamic).with_name(STATIC)
-    also = ["--lookup-cache-static", str(static)] if static.is_file() else []
-    return ["--spec-type", "ngram-cache", "--lookup-cache-dynamic", str(dynamic), *also]
 
 
 def _write(counts: Counts, path: Path) -> None:

@@ -6,12 +6,12 @@ always draft K tokens: if fewer were found, filler tokens follow, which are veri
 
 from collections.abc import Sequence
 
-from ...configs.errors import BadInput
-from ...heads.drafting import Draws, Proposal, Tree
+from ...base.errors import BadInput
+from ...engines.servers.engine import LONGEST_MATCH
 from .answers import Answers
-from .host import RowText, TextDrafter, TextState
+from .host import RowText, TextDrafter
 from .rates import LookupRates
-from .suffix import SuffixRow, SuffixTrie, dynamic_only, tree_proposal
+from .suffix import SuffixRow, SuffixTrie
 
 MAX_SUFFIX = 16  # tokens of a row's own text that are looked up
 MAX_NODES = 2**20  # of all rows' tries together, about 150 bytes each
@@ -51,7 +51,7 @@ class NgramDrafter(TextDrafter):
     repeated, as a text with that period would continue; without a match, the last token is repeated.
     """
 
-    def __init__(self, max_ngram: int = 3):
+    def __init__(self, max_ngram: int = LONGEST_MATCH):
         if max_ngram < 1:
             raise BadInput(f"n-grams of 1 to {max_ngram} tokens: expected 1 or more, in ascending order")
         self.max_ngram = max_ngram
@@ -73,8 +73,6 @@ class SuffixDrafter(TextDrafter):
     Args: answers: the target's to other prompts, also looked up; `SuffixRow` chooses between both sources.
     """
 
-    drafts_trees = True
-
     def __init__(self, *, answers: Answers | None = None):
         self.answers, self.rates = answers, LookupRates()
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
@@ -83,12 +81,6 @@ class SuffixDrafter(TextDrafter):
 
     def new_rows(self, batch_size: int) -> list[RowText]:
         return [*suffix_rows(batch_size, self.answers, self.rates)]
-
-    def propose_tree(self, state: TextState, tree: Tree, *, draws: Draws | None = None) -> Proposal:
-        """A dynamic tree of that many nodes; BadInput on a fixed shape."""
-        tree = dynamic_only(tree)
-        trees = (row.tree(num_nodes=tree.num_nodes, depth=tree.depth) for row in state.rows)
-        return tree_proposal(trees, tree.num_nodes)
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:

@@ -1,4 +1,4 @@
-"""Drafters by the names that the command line takes: `ngram`, `sparse-self:64`, `head:PATH`."""
+"""Drafters by the names that the command line takes: `ngram`, `suffix:ANSWERS`, `head:PATH`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,33 +6,46 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput
+import torch
+
+from ...base.errors import BadInput
+from ...engines.heads import head_record, load_head
 from ...heads.base import DraftHead
-from ...heads.drafter import Drafter
-from ...heads.registry import head_record, load_head
-from ...heads.target import Target
+from ...heads.drafting.drafter import Drafter
+from ...heads.drafting.windowed import Windowed
+from ...targets.caches.ring_cache import DraftWindow
+from ...targets.loading import TargetConfig, read_model_config
+from ...targets.target import Target
 from .answers import Answers, load_answers
-from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model
+from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model, naming_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
-from .sparse_self import SparseSelfDrafter
-from .translated import TranslatedDrafter
 
 
 def draft_model(target: Target, path: str) -> Drafter:
     model = load_draft_model(path, target)
-    if has_tokenizer_of(target, model):
-        return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
-    return TranslatedDrafter(model, target)
+    if not has_tokenizer_of(target, model):
+        raise BadInput(f"draft model {path}: has another tokenizer than target {target.name}")
+    return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
 
 
 def answers_for(target: Target, path: str) -> Answers | None:
     return load_answers(path, target.tokenizer, vocab_size=target.vocab_size) if path else None
 
 
+def finite_head(path: str, target: Target) -> DraftHead:
+    """A head whose weights are numbers. Raises BadInput naming a tensor that holds others, as then no draft is accepted
+    and no figure would say why."""
+    head = load_head(path, target)
+    for name, value in head.state_dict().items():
+        if value.is_floating_point() and (count := int((~torch.isfinite(value)).sum())):
+            raise BadInput(f"head {path}: tensor {name}: {count} values are NaN or infinite")
+    return head
+
+
 def hybrid(target: Target, argument: str) -> Drafter:
     path, _, answers = argument.partition(":")
-    return HybridDrafter(load_head(path, target), answers=answers_for(target, answers))
+    return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class DrafterEntry:
     """build: makes the drafter from the target and the text after the colon. argument: what that text is."""
 
     build: Callable[[Target, str], Drafter]
-    argument: str = ""  # MAX, BUDGET: counts; ANSWERS: a file; these are optional. PATH: a folder or a hub id
+    argument: str = ""  # MAX: a count; ANSWERS: a file; these are optional. PATH: a folder or a hub id
 
     @property
     def needs_path(self) -> bool:
@@ -55,18 +68,14 @@ class DrafterEntry:
 DRAFTERS = {
     "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
     "suffix": DrafterEntry(lambda target, path: SuffixDrafter(answers=answers_for(target, path)), "ANSWERS"),
-    "sparse-self": DrafterEntry(
-        lambda target, keys: SparseSelfDrafter(target, int(keys)) if keys else SparseSelfDrafter(target), "BUDGET"
-    ),
     "draft-model": DrafterEntry(draft_model, "PATH"),
     "hybrid": DrafterEntry(hybrid, "PATH[:ANSWERS]"),
-    "head": DrafterEntry(lambda target, path: load_head(path, target), "PATH"),
+    "head": DrafterEntry(lambda target, path: finite_head(path, target), "PATH"),
 }
 SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
 
 
 HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
-COUNTS = ("MAX", "BUDGET")
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
@@ -80,10 +89,13 @@ def parse_drafter(spec: str) -> tuple[str, str]:
     wanted = DRAFTERS[name].argument
     if (argument and not wanted) or (not argument and DRAFTERS[name].needs_path):
         raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
-    if argument and wanted in COUNTS and not (argument.isdecimal() and int(argument) > 0):
+    if argument and wanted == "MAX" and not (argument.isdecimal() and int(argument) > 0):
         raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 on")
     if name in HEADS_BEHIND:
         head_record(argument.partition(":")[0])
+    if name == "draft-model":
+        with naming_draft_model(argument):
+            read_model_config(TargetConfig(path=argument))
     answers = answers_of(name, argument)
     if answers and not Path(answers).is_file():
         raise BadInput(f"drafter {spec!r}: {answers}: no such file of answers")
@@ -95,32 +107,58 @@ def answers_of(name: str, argument: str) -> str:
     return {"suffix": argument, "hybrid": argument.partition(":")[2]}.get(name, "")
 
 
-def build_drafter(spec: str, target: Target) -> tuple[str, Drafter]:
+def build_drafter(spec: str, target: Target, *, window: str = "") -> tuple[str, Drafter]:
     """A drafter for a target from one of SPECS.
 
-    Returns: its name in reports (that in DRAFTERS, with `+answers` if it looks these up, or a head's family), and the
-    drafter. Raises: BadInput.
+    Args: window: as `--draft-window` takes it, for its head.
+    Returns: its name in reports (that in DRAFTERS, a hybrid's with its head's family, with `+answers` if it looks these
+    up; or a head's family), and the drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
     drafter = DRAFTERS[name].build(target, argument)
-    if answers_of(name, argument):
+    window = window if name in HEADS_BEHIND else ""
+    if window:
+        set_window(drafter.head if isinstance(drafter, HybridDrafter) else drafter, window)
+    answers = answers_of(name, argument)
+    if isinstance(drafter, HybridDrafter):
+        name += f"+{drafter.head.config.type}"
+    if answers:
         name += "+answers"
-    return drafter.config.type if isinstance(drafter, DraftHead) else name, drafter
+    name = drafter.config.type if isinstance(drafter, DraftHead) else name
+    return f"{name}:window {window}" if window else name, drafter
 
 
-def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Drafter]]:
+def check_window(window: str, *kinds: str) -> None:
+    """Raises BadInput on what is no draft window, and on one for drafters of these kinds where none has a head."""
+    if window and DraftWindow.parse(window) and not set(kinds).intersection(HEADS_BEHIND):
+        raise BadInput(f"--draft-window {window}: goes with a head")
+
+
+def set_window(head: Drafter, window: str) -> None:
+    """Let a head draft with a window. Raises BadInput if it has one of its own, or no cache that could be cut."""
+    wanted, kind = DraftWindow.parse(window), type(head).__name__
+    if not isinstance(head, Windowed):
+        raise BadInput(f"--draft-window {window}: {kind} has no keys and values of its own to leave out")
+    if head.window is not None:
+        raise BadInput(f"--draft-window {window}: {kind} has a window of its own, of {head.window}")
+    head.draft_window = wanted
+
+
+def build_drafters(specs: Sequence[str], target: Target, *, window: str = "") -> list[tuple[str, Drafter]]:
     """Several drafters with distinct names: those of the same kind get their argument or a number appended.
 
-    Raises: BadInput if one of several adapts the target, since the others would then draft for another model.
+    Args: window: as in `build_drafter`, for all heads. Raises: BadInput if one of several adapts the target, since the
+    others would then draft for another model.
     """
-    built = [build_drafter(spec, target) for spec in specs]
+    built = [build_drafter(spec, target, window=window) for spec in specs]
     if target.is_adapted and len(specs) > 1:
         adapting = next(name for name, drafter in built if drafter.adapts_target)
         raise BadInput(f"drafter {adapting}: computes with adapters on the target; measure it by itself")
     kinds, names = [name for name, _ in built], []
     for spec, (name, _) in zip(specs, built, strict=True):
         argument = spec.partition(":")[2]
-        names.append(f"{name}:{argument}" if argument and kinds.count(name) > 1 else name)
+        joint = "," if ":" in name else ":"  # behind a window
+        names.append(f"{name}{joint}{argument}" if argument and kinds.count(name) > 1 else name)
     return [
         (f"{name}#{names[:i].count(name) + 1}" if name in names[:i] else name, drafter)
         for i, (name, (_, drafter)) in enumerate(zip(names, built, strict=True))
@@ -128,6 +166,6 @@ def build_drafters(specs: Sequence[str], target: Target) -> list[tuple[str, Draf
 
 
 def training_record(spec: str) -> dict[str, Any] | None:
-    """A head's record of its training (docs/run_folder.md); None if there is none or the drafter has no head."""
+    """A head's record of its training (reference/run_folder.md); None if there is none or the drafter has no head."""
     name, argument = parse_drafter(spec)
     return head_record(argument.partition(":")[0]).training if name in HEADS_BEHIND else None

@@ -1,13 +1,8 @@
 """Look-ups of what followed the same words before: contexts counted in a trie, for a row's own text and for answers."""
 
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from ...configs.errors import BadInput
-from ...heads.drafting import DynamicTree, Proposal, Tree
 from .host import RowText
 from .rates import LookupRates
 
@@ -86,21 +81,10 @@ class SuffixTrie:
 
 
 class Place(NamedTuple):
-    """Where a text ends in its own trie and in the trie of answers."""
+    """The nodes at which a text ends, in its own trie and in the trie of answers."""
 
     own: int  # nodes
     answers: int
-
-
-Path = tuple[int, ...]  # the tokens of a tree's node and of those above it
-
-
-class Node(NamedTuple):
-    """A node of a draft tree, the place after it, and the probability that it and its ancestors are right."""
-
-    chance: float
-    path: Path
-    place: Place
 
 
 class SuffixRow(RowText):
@@ -158,56 +142,6 @@ class SuffixRow(RowText):
     def draft(self, num_tokens: int) -> list[int]:
         return [token for token, _ in self.copy(self.place, num_tokens)]
 
-    def tree(self, seeds: Iterable[Node] = (), *, num_nodes: int, depth: int) -> list[Path]:
-        """The nodes most likely to be accepted, of both tries' continuations of the text and of the seeds; fewer than
-        num_nodes if there are no more within the depth. Behind each node comes the likeliest of its children, so an
-        accepted path is often in its place in the cache already.
-
-        Args: seeds: further nodes, which must include their ancestors.
-        """
-        waiting = [Node(1.0, (), self.place), *seeds]
-        heap = [(-node.chance, len(node.path), node.path, node.place) for node in waiting]
-        heapify(heap)
-        paths: dict[Path, None] = {}
-        while heap and len(paths) <= num_nodes:  # the root is one of them
-            chance, length, path, place = heappop(heap)
-            if path in paths:
-                continue
-            paths[path] = None
-            if length < depth:
-                for token, right in self.guesses(place):
-                    heappush(heap, (chance * right, length + 1, (*path, token), self.follow(place, token)))
-        return depth_first(list(paths)[1:])
-
     def _append(self, token: int) -> None:
         answers = self.place.answers if self.answers is None else self.answers.follow(self.place.answers, token)
         self.place = Place(self.own.add(self.place.own, token), answers)
-
-
-def depth_first(paths: Iterable[Path]) -> list[Path]:
-    """A tree's nodes in depth-first order, siblings in the given one."""
-    below: dict[Path, list[Path]] = {}
-    for path in paths:
-        below.setdefault(path[:-1], []).append(path)
-    ordered, waiting = list[Path](), below.get((), [])[::-1]
-    while waiting:
-        ordered.append(waiting.pop())
-        waiting += below.get(ordered[-1], [])[::-1]
-    return ordered
-
-
-def tree_proposal(rows: Iterable[Sequence[Path]], num_nodes: int) -> Proposal:
-    """The proposal of each row's nodes, padded to num_nodes with its first node's token below the root."""
-    tokens, parents = list[list[int]](), list[list[int]]()
-    for paths in rows:
-        index, num_left = {path: i for i, path in enumerate(paths)}, num_nodes - len(paths)
-        tokens.append([path[-1] for path in paths] + [paths[0][0]] * num_left)
-        parents.append([index.get(path[:-1], -1) for path in paths] + [-1] * num_left)
-    return Proposal(torch.tensor(tokens), torch.tensor(parents))  # [B, S] each
-
-
-def dynamic_only(tree: Tree) -> DynamicTree:
-    """The tree itself. Raises BadInput if its shape is fixed."""
-    if not isinstance(tree, DynamicTree):
-        raise BadInput("look-ups draft chains and dynamic trees")
-    return tree

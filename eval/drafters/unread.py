@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...heads.drafter import Reading
-from ...heads.nn.target_output import TargetOutput
+from ...heads.drafting.drafter import Reading
+from ...targets.layers.target_output import TargetOutput
 
 
 class Piece(NamedTuple):

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..decoding.loop import Generation, Round
+from ..figures.metrics import row_seconds
 from ..suites.prompts import Suite
-from .metrics import row_seconds
 
 
 @dataclass
@@ -17,11 +17,11 @@ class Side:
 
     @property
     def rounds(self) -> list[Round]:
-        """Of all runs, without the prefills."""
+        """The rounds of all runs, without the prefills."""
         return self.rounds_of(len(self.runs))
 
     def rounds_of(self, num_runs: int) -> list[Round]:
-        """Of the first runs, without the prefills."""
+        """The rounds of the first runs, without the prefills."""
         return [round_ for run in self.runs[:num_runs] for round_ in run.rounds[1:]]
 
     @property
@@ -56,7 +56,7 @@ class MeasuredBatch:
 
     @property
     def numbers(self) -> list[int]:
-        """Of its prompts in the suite, each once."""
+        """The numbers of its prompts in the suite, each once."""
         return sorted({source.number for source in self.suite.sources})
 
     @property

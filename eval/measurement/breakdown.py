@@ -1,18 +1,19 @@
 """Acceptance by segment, context length and domain, and how prompts and contexts compare with the head's training."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ...heads.base import DraftBatch, DraftHead
-from ...heads.drafter import Drafter
-from ...heads.target import Target
+from ...heads.drafting.drafter import Drafter
+from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
-from ..suites.prompts import PromptSource
+from ..figures.metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
+from ..figures.recorded_training import RecordedTraining, prompt_hash
+from ..suites.prompts import PromptSource, Suite
 from .batches import MeasuredBatch, timed_seconds
-from .metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
-from .result import BeyondTraining, DomainPart, RecordedTraining, VocabularyCoverage
+from .result import DomainPart, VocabularyCoverage
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens, prompt included, at the start of a round
 NO_DOMAIN = "(none)"  # rows without a category, if others of the suite have one
@@ -83,12 +84,11 @@ def by_domain(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dic
 
 
 def by_turn(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> dict[str, DomainPart]:
-    """The `parts` of the first turns of all chats, of the second ones, ...; empty if no chat has several."""
-    turns = {source.turn for batch in batches for source in batch.suite.sources}
-    if turns <= {1}:
+    """The `parts` of recorded turns, by kind and by number; empty if none are recorded."""
+    if not any(source.kind for batch in batches for source in batch.suite.sources):
         return {}
-    by_label = parts(batches, lambda source: str(source.turn), num_draft_tokens=num_draft_tokens)
-    return {str(turn): by_label[str(turn)] for turn in sorted(turns)}
+    kinds = parts(batches, lambda source: source.kind or NO_DOMAIN, num_draft_tokens=num_draft_tokens)
+    return kinds | parts(batches, lambda source: f"turn {source.turn}", num_draft_tokens=num_draft_tokens)
 
 
 def parts(
@@ -134,29 +134,15 @@ def asked_as_trained(training: RecordedTraining | None, prompts: Sequence[Sequen
     return rounded(sum(list(prompt[-len(ending) :]) == ending for prompt in prompts) / len(prompts))
 
 
-def beyond_training(
-    training: RecordedTraining | None, by_context: Mapping[str, AcceptancePart]
-) -> BeyondTraining | None:
-    """Acceptance in contexts longer than any training row, compared with shorter ones.
-
-    Args: by_context: of a result, split at the training length (`context_label`).
-    Returns: None if no context was longer, or the training length is not known.
-    """
-    if training is None or training.max_length is None:
+def learnt_share(training: RecordedTraining | None, suite: Suite, target: Target) -> float | None:
+    """The share of first prompts that are prompts of the head's training rows, estimated where only some of these were
+    recorded; None if none were."""
+    if training is None or training.prompts is None:
         return None
-    beyond, within = [], []
-    for name, part in by_context.items():
-        (beyond if range_start(name) > training.max_length else within).append(part)
-    if not beyond:
-        return None
-    return BeyondTraining(sum(part.num_rounds for part in beyond), mean_length(beyond), mean_length(within))
-
-
-def mean_length(parts: Sequence[AcceptancePart]) -> float | None:
-    """The acceptance length over several parts; None if they have no rounds."""
-    num_rounds = sum(part.num_rounds for part in parts)
-    num_tokens = sum(part.num_rounds * (part.acceptance_length or 0.0) for part in parts)
-    return round(num_tokens / num_rounds, 4) if num_rounds else None
+    known = training.prompts.known()
+    pairs = zip(suite.prompts, suite.sources, strict=True)
+    seen = [prompt_hash(target.tokenizer.decode(prompt)) in known for prompt, source in pairs if source.turn == 1]
+    return rounded(min(1.0, sum(seen) / len(seen) * training.prompts.rows_per_recorded)) if seen else None
 
 
 @torch.no_grad()
@@ -166,13 +152,11 @@ def teacher_forced_length(
     """acceptance_length that teacher-forced drafts, as in training, give on the text that decoding wrote.
 
     It must equal the measured one up to rounds cut by max_new_tokens; a gap means that training and decoding disagree.
-    None for trees, for drafters that are not heads, if not all drafts are verified, and if more tokens are drafted than
-    `loss_by_depth` has mixes.
+    None for trees, for drafters that are not heads, if not all drafts are verified, and for heads that draft with a
+    window that they were not trained with.
     """
-    num_draft = setting.num_draft_tokens
-    if setting.tree is not None or setting.verify_cost is not None or not isinstance(drafter, DraftHead):
-        return None
-    if drafter.config.loss_by_depth is not None and num_draft > drafter.num_depths:
+    num_draft, is_windowed = setting.num_draft_tokens, getattr(drafter, "draft_window", None) is not None
+    if is_windowed or setting.tree is not None or setting.verify_cost is not None or not isinstance(drafter, DraftHead):
         return None
     num_rounds = num_committed = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Disturbances of timed passes, and the speedup by medians of steps, which single slow steps do not affect."""
+"""Disturbances of timed passes, and medians of steps, which single slow steps do not affect."""
 
 import os
 import statistics
@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..figures.metrics import rounded
 from .batches import MeasuredBatch, Side
-from .metrics import acceptance, ratio_and_interval, rounded
 from .result import Disturbance, StepMedians
 
 OTHERS = "other processes"
@@ -106,24 +106,12 @@ def disturbance(batches: Sequence[MeasuredBatch]) -> Disturbance:
     )
 
 
-def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> StepMedians:
-    """Median milliseconds of each kind of step, and the speedup that they give with the acceptance length.
-
-    speedup = sum over batches of (committed tokens * median baseline step) / sum of (rounds * median round), with
-    medians per batch, so that a drift of the machine's speed affects both sides.
-    """
+def step_medians(batches: Sequence[MeasuredBatch]) -> StepMedians:
+    """Median milliseconds of each kind of step."""
     rounds = [round_ for batch in batches for round_ in batch.drafted.rounds]
     steps = [round_ for batch in batches for round_ in batch.baseline.rounds]
     if not rounds or not steps:
         return StepMedians()
-    pairs = []
-    for batch in batches:
-        fast, plain = batch.drafted.rounds, [round_.seconds for round_ in batch.baseline.rounds]
-        counted = acceptance(fast, num_draft_tokens=num_draft_tokens)
-        if fast and plain:
-            step, whole = statistics.median(plain), statistics.median(round_.seconds for round_ in fast)
-            pairs.append((counted.num_committed * step, counted.num_rounds * whole))
-    speedup, (low, high) = ratio_and_interval(*zip(*pairs, strict=True)) if pairs else (None, (None, None))
 
     def median_ms(seconds: list[float]) -> float:
         return round(1000 * statistics.median(seconds), 4)
@@ -133,6 +121,4 @@ def step_medians(batches: Sequence[MeasuredBatch], *, num_draft_tokens: int) -> 
         verify_ms=median_ms([round_.verify_seconds for round_ in rounds]),
         baseline_ms=median_ms([round_.seconds for round_ in steps]),
         baseline_verify_ms=median_ms([round_.verify_seconds for round_ in steps]),
-        speedup=rounded(speedup),
-        speedup_ci95=(rounded(low), rounded(high)),
     )

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from ...heads.drafter import Drafter
-from ...heads.target import Target
+from ...heads.drafting.drafter import Drafter
+from ...targets.target import Target
+from ..figures.bandwidth import cache_bytes
+from ..figures.recorded_training import RecordedTraining
+from ..proof.config import MeasureConfig
+from ..proof.runner import Contender
 from ..suites.prompts import Suite
-from .bandwidth import cache_bytes
 from .batches import MeasuredBatch
-from .config import MeasureConfig
 from .passes import measure_batches
-from .result import RecordedTraining, Result
+from .result import Result
 from .resume import BatchStore
-from .runner import Contender
 from .summary import result_of
 
 Row = dict[str, Any]
@@ -33,10 +34,12 @@ def measure(
     on_batch: Callable[[], object] = lambda: None,
     store: BatchStore | None = None,
 ) -> tuple[Result, list[Row]]:
-    """`measure_all` for one drafter, in the config's setting.
+    """Measure one drafter, in the config's setting, on a suite of prompts against decoding without drafts.
 
     Args:
         name: of the drafter in the report. training: the head's record of its training.
+        on_batch, store: as in `measure_all`.
+    Returns: the figures, and the rows of rounds.jsonl, one per batch, side and repeat.
     """
     contender = Contender(name, drafter, config.setting_for(drafter), training)
     return measure_all(target, [contender], suite, config, on_batch=on_batch, store=store)[0]

@@ -7,17 +7,16 @@ from functools import partial
 
 import numpy as np
 
-from ...configs.errors import BadInput, first_line
-from ...heads.target import Target
+from ...base.errors import BadInput, first_line
+from ...targets.target import Target
 from ..decoding.loop import Decoding
+from ..proof.baseline import check_baseline
+from ..proof.config import MeasureConfig
+from ..proof.runner import Contender, Runner
 from ..suites.prompts import FailedPrompt, Suite
 from .batches import MeasuredBatch, Side
-from .config import MeasureConfig
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
-from .proof.baseline import check_baseline
-from .result import ENGINE
 from .resume import BatchStore, Record, generations_from, record_generations, settings_key
-from .runner import Contender, Runner
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
 Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # decoded batches, and the prompts of failed ones
@@ -40,7 +39,7 @@ def measure_batches(
     if store is not None:
         drafts = [[one.name, store.digest_of(one.drafter), asdict(one.setting)] for one in contenders]
         settings = {**asdict(config), "drafts": drafts}
-        stored = store, settings_key(target, None, suite, settings, name="", engine=ENGINE, store=store)
+        stored = store, settings_key(target, None, suite, settings, name="", engine="headstart", store=store)
     sides = Sides(target, contenders, suite, config)
     records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, stored=stored, on_part=on_batch)
     measured: list[Measured] = [([], list(failed)) for _ in contenders]
@@ -103,7 +102,7 @@ class Sides:
 
 
 def sides_in(record: Record) -> list[Side | None]:
-    """Of a record that `Sides.decode` made; None where a side failed."""
+    """The sides in a record that `Sides.decode` made; None where a side failed."""
     runs_and_others = zip(record["sides"], record["others"], strict=True)
     return [None if runs is None else Side(generations_from(runs), others) for runs, others in runs_and_others]
 
@@ -115,13 +114,12 @@ def measure_parts(
     *,
     stored: tuple[BatchStore, str] | None,
     on_part: Callable[[], object],
-    warms_each: bool = False,
 ) -> tuple[dict[int, Record], list[FailedPrompt]]:
     """Measure the parts of a suite: the records of successful parts by number, and the prompts of the others.
 
     Args:
         measure_part: makes a part's record, which is stored unless it has an entry in `failed`.
-        warm_up: called, untimed, before the first part that is measured, or with `warms_each` before every one.
+        warm_up: called, untimed, before the first part that is measured.
         stored: the store of records, and the key of this measurement in it.
     """
     records: dict[int, Record] = {}
@@ -131,7 +129,7 @@ def measure_parts(
         record = stored[0].get(stored[1], number) if stored else None
         if record is None:
             try:
-                if warms_each or not is_warmed_up:
+                if not is_warmed_up:
                     warm_up(part)
                 is_warmed_up = True
                 record = measure_part(number, part)
@@ -205,13 +203,27 @@ def least_disturbed(
     once: Callable[[], Sequence[Side | Exception]], *, most_again: int
 ) -> tuple[Sequence[Side | Exception], int]:
     """A batch's passes, measured again up to most_again times while any is disturbed. Returns the (first) attempt with
-    the fewest disturbed passes, and how often the batch was measured again."""
+    the fewest disturbed passes, and how often the batch was measured again. Where more fails than did at first, the
+    attempts before stay."""
     attempts = [once()]
     counts = [num_disturbed(attempts[0])]
     while counts[-1] and len(attempts) <= most_again:
-        attempts.append(once())
-        counts.append(num_disturbed(attempts[-1]))
+        try:
+            again = once()
+        except BadInput:
+            raise
+        except Exception:
+            break
+        if num_failed(again) > num_failed(attempts[0]):
+            break
+        attempts.append(again)
+        counts.append(num_disturbed(again))
     return attempts[counts.index(min(counts))], len(attempts) - 1
+
+
+def num_failed(sides: Sequence[Side | Exception]) -> int:
+    """How many sides of a batch failed."""
+    return sum(isinstance(side, Exception) for side in sides)
 
 
 def num_disturbed(sides: Sequence[Side | Exception]) -> int:

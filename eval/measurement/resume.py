@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, astuple, fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
@@ -14,16 +14,16 @@ import transformers
 from torch import nn
 
 from ... import __version__
-from ...configs.files import locked, write_text
-from ...configs.jsonl import index_appended
-from ...heads.target import Target
+from ...base.files import locked, write_text
+from ...base.jsonl import index_appended
+from ...targets.target import Target
 from ..decoding.loop import Generation, Round
+from ..figures.environment import device_name
 from ..suites.prompts import Suite
-from .environment import device_name
 
 FILE = "measured.jsonl"
 Record = dict[str, Any]
-TREE = -1  # the batch number under which a measurement stores its tree
+BEFOREHAND = -1  # the batch number under which a measurement stores what it found before it began
 
 
 class BatchStore:
@@ -54,7 +54,7 @@ class BatchStore:
 
     def __len__(self) -> int:
         """How many batches it holds, under any key."""
-        return sum(batch != TREE for _, batch in self._offsets)
+        return sum(batch != BEFOREHAND for _, batch in self._offsets)
 
     def get(self, key: str, batch: int) -> Record | None:
         """The record of a batch; None if it is still to be measured."""
@@ -102,8 +102,10 @@ class BatchStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self._file = locked(self.path)
         self._on_first()
-        how = {"where": str(self.path), "advice": "delete this line to measure its batch again"}
-        self._offsets = index_appended(file, lambda row: (row["key"], row["batch"]), **how)
+        advice = "delete this line to measure its batch again"
+        self._offsets = index_appended(
+            file, lambda row: (row["key"], row["batch"]), where=str(self.path), advice=advice
+        )
         return file
 
 
@@ -112,9 +114,9 @@ def settings_key(
 ) -> str:
     """The key of a measurement: a hash of everything that its figures depend on.
 
-    These are the target's weights, config, dtype and device, the drafter including its weights, the prompts, the
-    settings, the number of threads and the versions; also the names, so that results that a report distinguishes are
-    measured separately.
+    These are the target's weights, config, dtype, device and kernels, the drafter including its weights, the prompts,
+    the settings, the number of threads and the versions; also the names, so that results that a report distinguishes
+    are measured separately.
     """
     parts = {
         "engine": engine,
@@ -124,19 +126,11 @@ def settings_key(
         "prompts": suite.digest,
         "settings": settings,
         "machine": [str(target.dtype), str(target.device), device_name(target.device), torch.get_num_threads()],
+        "kernels": target.kernels,
         "versions": [__version__, torch.__version__, transformers.__version__, [part.name for part in fields(Round)]],
     }
     text = json.dumps(parts, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def kept_in(
-    store: BatchStore | None, target: Target, drafter: Any, suite: Suite, config: Any, *, name: str, engine: str
-) -> tuple[BatchStore, str] | None:
-    """The store, if any, and the key of a measurement in it. Args: config: the settings, a dataclass."""
-    if store is None:
-        return None
-    return store, settings_key(target, drafter, suite, asdict(config), name=name, engine=engine, store=store)
 
 
 def identity(drafter: Any) -> str:

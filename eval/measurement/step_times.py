@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ...configs.errors import BadInput
-from ...heads.drafter import Drafter
-from ...heads.target import Target
+from ...base.errors import BadInput
+from ...heads.drafting.drafter import Drafter
+from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..decoding.engine import Engine
 from ..decoding.loop import Texts, prefill, run_round
 from ..decoding.replay import Stopwatch
 from ..decoding.stopping import Stop
 from ..decoding.verify import ACCEPT_RULES
-from .config import MeasureConfig
-from .runner import build_engine
+from ..proof.config import MeasureConfig
+from ..proof.runner import build_engine
 
 NUM_ROUNDS = 8  # timed per cell and pass
 NUM_PASSES = 4  # over all cells, in alternating order, so that a cell's passes are spread in time
@@ -48,7 +48,8 @@ class StepTime:
     def of(
         cls, setting: DraftSetting | None, *, batch_size: float, context: float, num_timed: float = 0, **parts: float
     ) -> "StepTime":
-        """Of a round of a setting, or of a baseline step. Args: parts: PARTS by name, 0 where they are left out."""
+        """The time of a round of a setting, or of a baseline step. Args: parts: PARTS by name, 0 where they are left
+        out."""
         name, drafted, length = (
             (setting.name, setting.num_drafted, setting.num_draft_tokens) if setting else (None, 0, 0)
         )
@@ -123,10 +124,13 @@ class TimedCell:
         context: int,
         text: Sequence[int],
         num_rounds: int | None = None,
+        on_round: Callable[[], object] = lambda: None,
     ):
-        """Args: as those of `measure_step_times`. drafter: None without settings."""
+        """Args: as those of `measure_step_times`. drafter: None without settings. on_round: called before each round;
+        it may raise."""
         self.target, self.drafter, self.settings = target, drafter, list(settings)
         self.config, self.num_rounds = replace(config, accept=ACCEPT_RULES["exact"]), num_rounds or NUM_ROUNDS
+        self.on_round = on_round
         self.rows = [repeated_text(text, row * context, context) for row in range(batch_size)]
         self.max_length = context + max(map(most_new_tokens, (None, *settings)))  # of all engines: caches of one size
         self.plain: list[StepTime] = []  # passes of the baseline, one before the settings and one after each
@@ -144,10 +148,10 @@ class TimedCell:
         if reads_again:
             for decoding in self.decodings.values():
                 decoding.read()
-        self.plain.append(self._decoding(None).time(self.num_rounds))
+        self.plain.append(self._timed(None))
         for setting in forth:
-            time = self._decoding(setting).time(self.num_rounds)
-            self.plain.append(self._decoding(None).time(self.num_rounds))
+            time = self._timed(setting)
+            self.plain.append(self._timed(None))
             self.drafted[setting].append(time.scaled(1 / self.plain[-1].round_ms))
             on_setting()
 
@@ -164,6 +168,9 @@ class TimedCell:
     def rounds(self) -> list[StepTime]:
         """A round of each setting."""
         return [median_of(passes).scaled(self.baseline.round_ms) for passes in self.drafted.values()]
+
+    def _timed(self, setting: DraftSetting | None) -> StepTime:
+        return self._decoding(setting).time(self.num_rounds, on_round=self.on_round)
 
     def _decoding(self, setting: DraftSetting | None) -> "TimedRounds":
         if setting not in self.decodings:
@@ -194,14 +201,15 @@ class TimedRounds:
         first, self.state, self.reading_seconds = prefill(self.engine, texts, self.watch)
         self.first_tokens, self.prefill_seconds = texts.new, first.seconds
 
-    def time(self, num_rounds: int) -> StepTime:
-        """Medians over num_rounds rounds after a warm-up round; texts do not end."""
+    def time(self, num_rounds: int, *, on_round: Callable[[], object] = lambda: None) -> StepTime:
+        """Medians over num_rounds rounds after a warm-up round; texts do not end. on_round: called before each."""
         if self.is_timed and self.engine.target.has_states:
             self.read()
         self.is_timed = True
         texts, state, rounds = self._texts(), self.state, []
         texts.new = [list(row) for row in self.first_tokens]
         for _ in range(num_rounds + 1):
+            on_round()
             round_, state = run_round(self.engine, texts, state, self.watch)
             rounds.append(round_)
         draft = 1000 * statistics.median(round_.draft_seconds for round_ in rounds[1:])
@@ -232,9 +240,9 @@ def most_new_tokens(setting: DraftSetting | None) -> int:
 def check_room(target: Target, contexts: Iterable[int], settings: Sequence[DraftSetting]) -> None:
     """Raises BadInput if the longest context and its timed rounds exceed what the target reads."""
     longest, most = max(contexts), max(map(most_new_tokens, settings), default=NUM_ROUNDS)
-    if longest + most > target.max_positions:
+    if longest + most > target.num_positions:
         raise BadInput(
-            f"context {longest}: with {most} tokens for timed rounds it exceeds the target's {target.max_positions}"
+            f"context {longest}: with {most} tokens for timed rounds it exceeds the target's {target.num_positions}"
         )
 
 
@@ -268,6 +276,41 @@ class StepTable:
         axes = (("batch_size", batch_size), ("context", context), ("num_draft_tokens", length))
         parts = {name: max(interpolated(known, name, axes), 0.0) for name in PARTS}
         return StepTime.of(setting, batch_size=batch_size, context=context, **parts)
+
+
+def relative_verify_cost(times: StepTable, setting: DraftSetting, *, batch_size: float, context: float) -> float:
+    """The time of verifying one more token of each row, in rounds that draft a chain and verify none of it."""
+    plain = times.at(None, batch_size=batch_size, context=context)
+    drafted = times.at(setting, batch_size=batch_size, context=context)
+    more = max(drafted.verify_ms - plain.verify_ms, 0.0)
+    return more / setting.num_draft_tokens / (drafted.round_ms - more)
+
+
+def verify_cost(
+    target: Target,
+    drafter: Drafter,
+    setting: DraftSetting,
+    text: Sequence[int],
+    config: MeasureConfig,
+    *,
+    context: int,
+) -> float:
+    """The cost of verifying one more token of each row, in rounds that draft all tokens of a chain and verify none.
+
+    It is (verification of all drafts - baseline step) / length, relative to such a round, both measured at the
+    config's batch size and sampling: above temperature 0, verifying takes longer per token.
+    """
+    context = min(context, target.num_positions - most_new_tokens(setting))
+    times = measure_step_times(
+        target,
+        drafter,
+        [setting],
+        config,
+        batch_sizes=[config.batch_size],
+        contexts=[context],
+        text=text,
+    )
+    return relative_verify_cost(StepTable(tuple(times)), setting, batch_size=config.batch_size, context=context)
 
 
 def interpolated(times: Sequence[StepTime], part: str, axes: Sequence[tuple[str, float]]) -> float:

@@ -1,45 +1,42 @@
-"""Making results: of our own decoding from the rounds of both sides; those of other engines start from `unmeasured`."""
+"""Making results: from the rounds of both sides."""
 
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-from ...heads.drafting import StaticTree, Tree
-from ...heads.target import Target
+from ...heads.drafting.trees import SampledChain
+from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
+from ..figures.bandwidth import baseline_bandwidth
+from ..figures.metrics import (
+    Acceptance,
+    acceptance,
+    calibration,
+    rounded,
+    speedup_of,
+)
+from ..figures.repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
+from ..proof.config import MeasureConfig
+from ..proof.lossless import LosslessReport, compare_texts
+from ..proof.runner import Contender, Runner
+from ..proof.sampling_check import check_sampling
 from ..suites.prompts import FailedPrompt, Suite
-from .bandwidth import baseline_bandwidth
 from .batches import MeasuredBatch, Side, summed_seconds, timed_seconds, timed_units
 from .breakdown import (
     acceptance_by,
     asked_as_trained,
-    beyond_training,
     by_domain,
     by_turn,
     context_label,
+    learnt_share,
     segment_label,
     teacher_forced_length,
     vocabulary_coverage,
 )
-from .config import MeasureConfig
 from .disturbance import disturbance, step_medians
-from .lossless import LosslessReport, compare_texts
-from .metrics import (
-    Acceptance,
-    acceptance,
-    calibration,
-    conventions,
-    ratio_and_interval,
-    rounded,
-    speedup_of,
-)
-from .repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
-from .result import ENGINE, FixedTreeShape, Observation, Result, Timing, TreeLimits
-from .runner import Contender, Runner
-from .sampling_check import check_sampling
+from .passes import pass_seed
+from .result import LikeTraining, Observation, RenderedChats, Result, Timing
 
 
 def unmeasured(
@@ -47,28 +44,22 @@ def unmeasured(
     config: MeasureConfig,
     setting: DraftSetting,
     *,
-    engine: str,
     drafter: str,
 ) -> Result:
     """A result without figures, only with what is measured and how. Args: suite: with the prompts that were decoded."""
     return Result(
-        engine=engine,
         drafter=drafter,
         suite=suite.name,
-        suite_version=suite.version,
         suite_digest=suite.digest,
-        system=suite.chat.system if suite.template_hash else None,
-        thinking=thinking if isinstance(thinking := suite.variables.get("enable_thinking"), bool) else None,
-        chat_template_kwargs=suite.variables,
-        template_hash=suite.template_hash,
+        rendering=RenderedChats(
+            suite.chat.system if suite.template_hash else None, suite.variables, suite.template_hash
+        ),
         tree=setting.tree_name,
-        tree_shape=tree_shape(setting.tree),
         num_drafted=setting.num_drafted,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         accept=config.accept.name,
-        **config.accept.changed,
         steps=config.steps,
         batch_size=config.batch_size,
         num_draft_tokens=setting.num_draft_tokens,
@@ -76,15 +67,7 @@ def unmeasured(
         num_prompts=len(suite.prompts),
         failed=suite.failed,
         max_new_tokens=config.max_new_tokens,
-        num_repeats=config.num_repeats,
     )
-
-
-def tree_shape(tree: Tree | None) -> FixedTreeShape | TreeLimits | None:
-    """As the report has it; None for a chain."""
-    if isinstance(tree, StaticTree):
-        return FixedTreeShape(list(tree.parents))
-    return TreeLimits(tree.num_nodes, tree.depth, tree.top_k) if tree else None
 
 
 def result_of(
@@ -99,16 +82,15 @@ def result_of(
     """The result of a contender's batches, with its texts checked."""
     drafter, setting, training = contender.drafter, contender.setting, contender.training
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
-    empty = unmeasured(suite, config, setting, engine=ENGINE, drafter=contender.name)
+    empty = unmeasured(suite, config, setting, drafter=contender.name)
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
     by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
-    is_greedy = config.temperature == 0
+    draws = config.temperature > 0 and draws_drafts(setting)
     drafted = [texts for batch in batches for texts in batch.drafted.texts]  # of all repeats
-    plain = [texts for batch in batches for texts in batch.baseline.texts]
     return replace(
-        with_figures(empty, target, batches),
+        with_figures(empty, target, batches, num_repeats=config.num_repeats),
         failed=[*suite.failed, *sorted(failed, key=lambda prompt: prompt.prompt)],
-        step_medians=step_medians(batches, num_draft_tokens=length),
+        step_medians=step_medians(batches),
         disturbance=disturbance(batches),
         draft_vocabulary=vocabulary_coverage(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
@@ -116,20 +98,17 @@ def result_of(
         by_domain=by_domain(batches, num_draft_tokens=length),
         by_turn=by_turn(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
-        lossless=greedy_check(batches, contender.runner(target, suite.prompts, config))
-        if is_greedy
-        else LosslessReport(),
-        sampling_check=None if is_greedy else check_sampling(target, prompts, drafted, plain, config.sampling),
+        lossless=LosslessReport() if draws else check_texts(batches, contender.runner(target, suite.prompts, config)),
+        sampling_check=check_sampling(target, prompts, drafted, config.sampling) if draws else None,
         trained=training,
-        beyond_training=beyond_training(training, by_context),
-        asked_as_trained=asked_as_trained(training, prompts),
+        like_training=LikeTraining(learnt_share(training, suite, target), asked_as_trained(training, prompts)),
     )
 
 
-def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch]) -> Result:
+def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch], *, num_repeats: int) -> Result:
     """The result with all figures that follow from the rounds."""
     # greedy repeats count the same rounds: acceptance is taken from the first; sampled ones differ: from all
-    counted_runs = 1 if result.temperature == 0 else result.num_repeats
+    counted_runs = 1 if result.temperature == 0 else num_repeats
     rounds = [round_ for batch in batches for round_ in batch.drafted.rounds_of(counted_runs)]
     counted = acceptance(rounds, num_draft_tokens=result.num_draft_tokens)
     # seconds per token and prompt, weighted by the tokens that speculation emitted: equal tokens on both sides
@@ -140,8 +119,6 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
     length = rounded(counted.length)
     seen = observations(batches, counted_runs, num_draft_tokens=result.num_draft_tokens)
-    lengths = [unit.num_committed for unit in seen], [unit.num_rounds for unit in seen]
-    low, high = ratio_and_interval(*lengths)[1] if seen else (None, None)
     texts = repetitions(batches, counted_runs)
     return replace(
         with_speedup(result, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
@@ -151,39 +128,45 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
             len(row) for batch in batches for run in batch.drafted.runs[:counted_runs] for row in run.token_ids
         ),
         num_rounds=counted.num_rounds,
-        num_committed=counted.num_committed,
         acceptance_length=length,
-        acceptance_length_ci95=(rounded(low), rounded(high)),
         acceptance_rate=[rounded(rate) for rate in counted.rate],
-        drafts_verified=rounded(counted.num_offered / counted.num_rounds if counted.num_rounds else None),
-        calibration=calibration(rounds),
+        calibration=calibration(rounds, verified=rounded(counted.num_offered / max(1, counted.num_rounds))),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
         observations=seen,
-        repetition=Repetition.of(list({text.prompt: text for rows in texts for text in rows}.values())),
-        without_loops=without_loops(batches, texts, counted_runs, num_draft_tokens=result.num_draft_tokens),
-        conventions=conventions(counted, num_tokens=num_decoded // result.num_repeats * counted_runs),
-        end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
-        ttft_ms=first_token_ms(batch.drafted for batch in batches),
-        baseline_ttft_ms=first_token_ms(batch.baseline for batch in batches),
-        time_per_output_token_ms=rounded(1000 * spec_seconds / max(1, num_decoded), 3),
-        baseline_time_per_output_token_ms=rounded(1000 * base_seconds / max(1, num_decoded), 3),
+        repetition=Repetition(
+            list({text.prompt: text for rows in texts for text in rows}.values()),
+            without_loops(batches, texts, counted_runs, num_draft_tokens=result.num_draft_tokens),
+        ),
         baseline_bandwidth=baseline_bandwidth(
             target, [(batch.suite.prompts, batch.baseline.runs) for batch in batches]
         ),
-        timing=timing(batches, length),
+        timing=replace(
+            timing(batches, length),
+            ttft_ms=first_token_ms(batch.drafted for batch in batches),
+            baseline_ttft_ms=first_token_ms(batch.baseline for batch in batches),
+            end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
+        ),
     )
 
 
-def greedy_check(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
-    """Compare every text that was timed with the baseline's, and prove those that differ; a prompt's repeats count once
-    where they are the same text."""
+def draws_drafts(setting: DraftSetting) -> bool:
+    """Whether drafts are drawn at random: then sampled texts are not the baseline's, though distributed alike."""
+    return isinstance(setting.tree, SampledChain)
+
+
+def check_texts(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
+    """Compare every text that was timed with the baseline's of that repeat, and prove those that differ; of greedy
+    repeats, a prompt's same text counts once."""
     whole, seen = LosslessReport(), set[tuple[int, ...]]()
     for batch in batches:
-        plain, numbers = batch.baseline.runs[0].token_ids, [source.number for source in batch.suite.sources]
-        for run in batch.drafted.runs:
-            prove = partial(runner.first_unproved, batch.suite.prompts, run, plain)
-            whole += compare_texts(plain, run.token_ids, prove, numbers=numbers, seen=seen)
+        prompts, numbers = batch.suite.prompts, [source.number for source in batch.suite.sources]
+        for repeat, (run, plain) in enumerate(zip(batch.drafted.runs, batch.baseline.runs, strict=True)):
+            seed = pass_seed(runner.config.seed, batch.number, repeat)
+            prove = partial(runner.first_unproved, prompts, run, plain.token_ids, seed)
+            if runner.config.temperature > 0:
+                seen = set()
+            whole += compare_texts(plain.token_ids, run.token_ids, prove, numbers=numbers, seen=seen)
     return whole
 
 
@@ -215,12 +198,11 @@ def without_loops(
         counted += acceptance(batch.drafted.rounds_of(counted_runs), num_draft_tokens=num_draft_tokens, rows=rows)
     seconds = timed_seconds(batch for batch, rows in zip(batches, not_looping, strict=True) if all(rows))
     speedup, interval = speedup_of(seconds)
-    prompts = {text.prompt for rows in texts for text in rows if not text.is_looping}
-    return WithoutLoops(len(prompts), len(seconds), rounded(counted.length), speedup, interval)
+    return WithoutLoops(len(seconds), rounded(counted.length), speedup, interval)
 
 
 def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_draft_tokens: int) -> list[Observation]:
-    """Of each of `timed_units` what the intervals are computed from."""
+    """What the intervals are computed from, for each of `timed_units`."""
     seen = []
     for unit in timed_units(batches):
         rounds = (round_ for batch in unit for round_ in batch.drafted.rounds_of(counted_runs))
@@ -231,23 +213,9 @@ def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_dra
 
 
 def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:
-    """The result with its speedups. Args: seconds: baseline and speculative, for equal tokens, per prompt or batch.
-
-    The percentiles are over prompts (batches), interpolated linearly.
-    """
+    """The result with its speedup. Args: seconds: baseline and speculative, for equal tokens, per prompt or batch."""
     speedup, interval = speedup_of(seconds)
-    ratios = torch.tensor([base / spec for base, spec in seconds], dtype=torch.float64)
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    p10, median, p90 = map(rounded, ratios.quantile(shares).tolist() if seconds else [None] * 3)
-    return replace(
-        result,
-        num_timed=len(seconds),
-        speedup=speedup,
-        speedup_ci95=interval,
-        speedup_p10=p10,
-        speedup_median=median,
-        speedup_p90=p90,
-    )
+    return replace(result, num_timed=len(seconds), speedup=speedup, speedup_ci95=interval)
 
 
 def first_token_ms(sides: Iterable[Side]) -> float | None:

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ...engines import llamacpp, sglang
 from ...heads.base import DraftHead
-from ...heads.drafting import DynamicTree, StaticTree
+from ...heads.drafting.trees import DynamicTree
+from ...heads.drafting.windowed import Windowed
 from ..decoding.draft_setting import DraftSetting
-from ..report.one_result import grouped
-from .prediction import LEAST_GAIN, Accepted, Cell, StepTimes, recommend_cells, steady_speedup
+from ..measurement.step_times import StepTable
+from ..report.results.one_result import grouped
+from .prediction import LEAST_GAIN, Accepted, Cell, recommend_cells, steady_speedup
 
 
 class ScheduleRange(NamedTuple):
@@ -21,17 +24,16 @@ class ScheduleRange(NamedTuple):
 
 def measured_lengths(cells: Sequence[Cell]) -> dict[int, int]:
     """K of the fastest chain at each batch size where chains were measured; 0 where none is faster than no drafts."""
-    chains = [cell for cell in cells if cell.measured_speedup and cell.setting.tree is None]
+    chains = [cell for cell in cells if cell.measured_speedup and is_fixed_chain(cell.setting)]
     return {
         advice.cell.batch_size: 0 if advice.is_off else advice.cell.setting.num_draft_tokens
         for advice in recommend_cells(chains)
-        if advice.cell.load == "prompts"
     }
 
 
 def schedule_for_vllm(
     accepted: Sequence[Accepted],
-    times: StepTimes,
+    times: StepTable,
     *,
     max_batch_size: int,
     context: float,
@@ -70,11 +72,9 @@ def schedule_for_vllm(
     return ranges
 
 
-def is_scheduled_by_vllm(head: DraftHead | None) -> bool:
-    """Whether vLLM verifies a head's drafts by the head's own confidence (`enable_adaptive_verification`)."""
-    if head is None or head.serving is None:
-        return False
-    return bool(head.serving_config().get("enable_confidence_head"))
+def is_fixed_chain(setting: DraftSetting) -> bool:
+    """Whether every round drafts and verifies the same number of tokens."""
+    return setting.tree is None and setting.verify_cost is None
 
 
 def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
@@ -82,26 +82,28 @@ def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
 
     Of chains and dynamic trees, which it drafts. None if it does not draft so, or nothing helps.
     """
-    best = best_for_all(cells, lambda setting: not isinstance(setting.tree, StaticTree))
-    if best is None or head is None or head.serving is None:
+    best = best_for_all(cells, lambda setting: isinstance(setting.tree, DynamicTree) or is_fixed_chain(setting))
+    if best is None or head is None:
         return None
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
     num = best.num_draft_tokens
-    return head.serving.sglang_flags(head.method, num, folder="HEAD", top_k=top_k, num_nodes=num_nodes)
+    told = sglang.flags(head.method, num, folder="HEAD", top_k=top_k, num_nodes=num_nodes)
+    window = sglang.window_flags(head.method, head.draft_window if isinstance(head, Windowed) else None)
+    return None if told is None or window is None else told + window
 
 
 def for_llamacpp(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
-    """llama-server's flags for the best chain over all batch sizes; None as of SGLang's."""
-    best = best_for_all(cells, lambda setting: setting.tree is None)
-    if best is None or head is None or head.serving is None:
+    """llama-server's flags for the best chain over all batch sizes; None where `for_sglang` gives none."""
+    best = best_for_all(cells, is_fixed_chain)
+    if best is None or head is None or getattr(head, "draft_window", None):
         return None
-    return head.serving.server_flags(head.method, best.num_draft_tokens, file="HEAD.gguf")
+    return llamacpp.flags(head.method, best.num_draft_tokens, file="HEAD.gguf")
 
 
 def best_for_all(cells: Sequence[Cell], is_drafted: Callable[[DraftSetting], bool]) -> DraftSetting | None:
     """The setting with the highest geometric mean speedup, of those that an engine drafts and that were measured at the
     most batch sizes; None if none helps."""
-    drafted = [cell for cell in cells if cell.load == "prompts" and is_drafted(cell.setting)]
+    drafted = [cell for cell in cells if is_drafted(cell.setting)]
 
     def rank(same: Sequence[Cell]) -> tuple[int, float]:
         """Measured ones first, as a lower end cannot be held against what is only predicted."""

@@ -1,28 +1,20 @@
 """Predicting the speedup of each setting at each batch size from its acceptance and the duration of its rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 from ..decoding.draft_setting import DraftSetting
-from ..measurement.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
+from ..figures.metrics import LEAST_TIMED, Acceptance, ratio_and_interval, rounded
 from ..measurement.result import Result
-from ..measurement.step_times import StepTime
-from ..report.one_result import lower_end
+from ..measurement.step_times import StepTable
+from ..report.results.one_result import grouped, lower_end
 from ..suites.prompts import full_batches
 
 LEAST_GAIN = 0.01  # relative gain needed to choose a setting that drafts more
 MOST_FINALISTS = 4  # settings that are measured per batch size
 MOST_ERROR = 0.2  # assumed error of predictions: cells further below the best prediction are not measured
-
-
-class StepTimes(Protocol):
-    """A source of step times: a table measured here, or a machine's profile."""
-
-    def at(self, setting: DraftSetting | None, *, batch_size: float, context: float) -> StepTime:
-        """A round of a setting; None: a baseline step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -32,10 +24,6 @@ class Accepted:
     setting: DraftSetting
     counted: Acceptance
     emitted: list[list[int]]  # of each prompt, the tokens that each of its rounds gave
-
-    def __add__(self, other: "Accepted") -> "Accepted":
-        """Of further prompts too."""
-        return Accepted(self.setting, self.counted + other.counted, self.emitted + other.emitted)
 
     @property
     def rounds(self) -> list[int]:
@@ -63,19 +51,28 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting at a batch size and context, and its speedup, predicted and perhaps measured."""
+    """A setting at a batch size, and its speedup, predicted and perhaps measured."""
 
     setting: DraftSetting
     batch_size: int
-    context: int
-    load: str  # prompts: the texts, in batches; steady: all rows busy, nothing decoded
-    predicted_speedup: float
+    context: int  # mean tokens before a round
+    predicted_speedup: float | None  # None of one that goes by the drafter's confidence
     predicted_ci95: Sequence[float | None] = (None, None)  # over prompts, or batches of them; of what they accept alone
     num_rounds: int = 0  # of one row each, that its acceptance is counted in
     measured_speedup: float | None = None
     measured_ci95: Sequence[float | None] = (None, None)
     measured_low: float | None = None  # its lower end where it is widened, as the setting is one of several
     num_timed: int | None = None  # prompts, or batches, that the interval is over
+
+    @property
+    def title(self) -> str:
+        """The setting in words."""
+        return self.setting.name + (" by confidence" if self.is_by_confidence else "")
+
+    @property
+    def is_by_confidence(self) -> bool:
+        """Whether only the drafts are verified that pay by the drafter's estimates."""
+        return self.setting.verify_cost is not None
 
     @property
     def proved_speedup(self) -> float | None:
@@ -85,7 +82,7 @@ class Cell:
     @property
     def known_speedup(self) -> float:
         """The measured one, else the predicted."""
-        return self.measured_speedup or self.predicted_speedup
+        return self.measured_speedup or self.predicted_speedup or 0.0
 
     @property
     def assured_speedup(self) -> float:
@@ -112,13 +109,14 @@ class Cell:
             "tree": self.setting.tree_name,
             "num_draft_tokens": self.setting.num_draft_tokens,
             "num_drafted": self.setting.num_drafted,
+            "verify_cost": self.setting.verify_cost,
         }
         return {**setting, **{key: value for key, value in vars(self).items() if key != "setting"}}
 
 
 @dataclass(frozen=True)
 class RecommendedCell:
-    """The cell to serve at its batch size, context and load; is_off: not even this one is faster than no drafts, or
+    """The cell to serve at its batch size; is_off: not even this one is faster than no drafts, or
     shown to be where it was measured."""
 
     cell: Cell
@@ -130,9 +128,7 @@ class RecommendedCell:
         return self.cell.proved_speedup is not None
 
     def to_json(self) -> dict[str, Any]:
-        cell = {**self.cell.to_json(), "proved": self.is_proved}
-        condition = {key: cell.pop(key) for key in ("batch_size", "context", "load")}
-        return {**condition, "off": self.is_off, **cell}
+        return {"off": self.is_off, **self.cell.to_json(), "proved": self.is_proved}
 
 
 @dataclass(frozen=True)
@@ -143,12 +139,17 @@ class CheckSummary:
     median_error: float | None = None
     max_error: float | None = None
 
+    @property
+    def words(self) -> str:
+        """Where something was measured."""
+        return f"{self.num_cells} cells: median {self.median_error:.1%}, at most {self.max_error:.1%} apart"
+
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts' lengths, and how many tokens follow them, in the order in which batches take them."""
+    """What is decoded."""
 
-    prompt_lengths: list[int]
+    prompt_lengths: list[int]  # in the order in which batches take the prompts
     max_new_tokens: int
 
     @property
@@ -157,10 +158,11 @@ class Workload:
         return round(sum(self.prompt_lengths) / len(self.prompt_lengths) + self.max_new_tokens / 2)
 
     def spans(self, batch_size: int, tokens: Sequence[int]) -> list[tuple[list[int], int, int, float]]:
-        """Each batch, by the indices of its prompts, and tokens before a round: at its start, at its end, and on
-        average. Prompts repeat until the last batch is full.
+        """Of each batch the indices of its prompts, and the tokens before a round at its start, at its end and on
+        average, counted in its longest rows, as these set how far attention reads. Prompts repeat until the last batch
+        is full.
 
-        Of its longest rows, which set how far attention reads. Args: tokens: new ones of each prompt.
+        Args: tokens: new ones of each prompt.
         """
         spans = []
         order = full_batches(len(self.prompt_lengths), batch_size)
@@ -172,8 +174,18 @@ class Workload:
         return spans
 
 
+def expected_length(rates: Sequence[float], num_draft_tokens: int) -> float:
+    """acceptance_length of chains whose draft position k is accepted with probability rates[min(k, last)]: 1 + the sum
+    of the rates' running products; Leviathan et al. 2023, eq. 1, with a separate rate per position."""
+    length = reached = 1.0
+    for k in range(num_draft_tokens):
+        reached *= rates[min(k, len(rates) - 1)]
+        length += reached
+    return length
+
+
 def workload_times(
-    accepted: Accepted, workload: Workload, times: StepTimes, *, batch_size: int
+    accepted: Accepted, workload: Workload, times: StepTable, *, batch_size: int
 ) -> tuple[list[float], list[float]]:
     """Decoding time of these prompts without drafts and with them, of each batch of that size, prefills left out.
 
@@ -191,7 +203,7 @@ def workload_times(
 
 
 def steady_speedup(
-    setting: DraftSetting, length: float, times: StepTimes, *, batch_size: float, context: float
+    setting: DraftSetting, length: float, times: StepTable, *, batch_size: float, context: float
 ) -> float:
     """Tokens per second with drafts over those without, all rows busy: what a server that refills its batch sees.
 
@@ -205,17 +217,9 @@ def steady_speedup(
 
 
 def predict_cells(
-    accepted: Sequence[Accepted],
-    workload: Workload,
-    times: StepTimes,
-    *,
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int] = (),
+    accepted: Sequence[Accepted], workload: Workload, times: StepTable, *, batch_sizes: Sequence[int]
 ) -> list[Cell]:
-    """Every setting at every batch size, decoding the workload's texts; and with all rows busy at each of the contexts.
-
-    Nothing was decoded at these contexts: acceptance is taken to be the same there.
-    """
+    """Every setting at every batch size, decoding the workload's texts."""
     cells = []
     for size in batch_sizes:
         for one in accepted:
@@ -223,37 +227,31 @@ def predict_cells(
             has_both = sum(plain) > 0 and sum(drafted) > 0
             speedup, interval = ratio_and_interval(plain, drafted) if has_both else (1.0, (None, None))
             ends = [rounded(end) for end in interval]
-            num_rounds = one.counted.num_rounds
-            cells.append(Cell(one.setting, size, workload.context, "prompts", round(speedup, 4), ends, num_rounds))
-            for context in contexts:
-                speedup = steady_speedup(one.setting, one.length, times, batch_size=size, context=context)
-                cells.append(Cell(one.setting, size, context, "steady", round(speedup, 4), num_rounds=num_rounds))
+            cells.append(Cell(one.setting, size, workload.context, round(speedup, 4), ends, one.counted.num_rounds))
     return cells
 
 
 def shortlist(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells worth measuring: at each batch size up to MOST_FINALISTS, none predicted far below the best."""
+    """The cells worth measuring: at each batch size up to MOST_FINALISTS, none predicted far below the best; the best
+    first."""
     chosen = []
     for size in sorted({cell.batch_size for cell in cells}):
-        here = [cell for cell in cells if cell.batch_size == size and cell.load == "prompts"]
-        here.sort(key=lambda cell: -cell.predicted_speedup)
-        least = here[0].predicted_speedup * (1 - MOST_ERROR)
-        chosen += [cell for cell in here[:MOST_FINALISTS] if cell.predicted_speedup >= least]
+        here = [(cell.predicted_speedup or 0.0, cell) for cell in cells if cell.batch_size == size]
+        here.sort(key=lambda pair: -pair[0])
+        least = here[0][0] * (1 - MOST_ERROR)
+        chosen += [cell for speedup, cell in here[:MOST_FINALISTS] if speedup >= least]
     return chosen
 
 
 def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
-    """For each batch size, context and load the fastest cell, or `off` where none is faster than no drafts.
+    """For each batch size the fastest cell, or `off` where none is faster than no drafts.
 
     Where cells were measured over enough prompts, by the lower ends of their intervals; else the fastest of those that
     were measured, else the one predicted to be. Of cells within LEAST_GAIN of the fastest, the one that drafts least.
     It is `off` by its widened end, as in a report of several results: the best is partly the best by chance.
     """
-    groups: dict[tuple[int, int, str], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.batch_size, cell.context, cell.load), []).append(cell)
     advice = []
-    for _, group in sorted(groups.items()):
+    for _, group in sorted(grouped(cells, lambda cell: cell.batch_size).items()):
         proved = [cell for cell in group if cell.proved_speedup is not None]
         here = proved or [cell for cell in group if cell.measured_speedup] or group
         fastest = max(cell.ranked_speedup for cell in here)
@@ -263,9 +261,7 @@ def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     return advice
 
 
-def errors(cells: Sequence[Cell]) -> CheckSummary:
-    """How far predictions lie from what was measured."""
-    apart = [abs(cell.predicted_speedup / cell.measured_speedup - 1) for cell in cells if cell.measured_speedup]
-    if not apart:
-        return CheckSummary(0)
-    return CheckSummary(len(apart), round(median(apart), 4), round(max(apart), 4))
+def errors(speedups: Iterable[tuple[float | None, float | None]]) -> CheckSummary:
+    """How far predictions lie from what was measured. Args: speedups: of each cell, as predicted and as measured."""
+    apart = [abs(predicted / measured - 1) for predicted, measured in speedups if predicted and measured]
+    return CheckSummary(len(apart), rounded(median(apart)), rounded(max(apart))) if apart else CheckSummary(0)

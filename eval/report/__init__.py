@@ -1,4 +1,4 @@
-"""From results to what people read: `document` (report.json), `console` (the printed table), `page` with `sections` and
-`charts` (report.html), `recommendation` (what to deploy), `diagnosis` with `findings` and `acceptance_causes` (what
-limits a drafter), `comparison` and `comparison_page` (several evaluations or runs).
+"""From results to what people read: results/ first (report.json, a result in words), then `console` (the table), the
+`screen` with its `conclusion`, `page` with `sections` and `charts` (report.html), `recommendation` (what to deploy),
+causes/ (what limits a drafter), `comparison` (several evaluations) and `training_runs`.
 """

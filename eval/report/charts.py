@@ -24,11 +24,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Series:
-    """points: (x, y) in order of x, which is an index where a chart has ticks. intervals: of each point, or None."""
+    """points: (x, y) in order of x, which is an index where a chart has ticks."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    intervals: Sequence[Interval | None] = ()
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mark: float | None = None) -> Markup:
@@ -64,14 +63,12 @@ def line_chart(
     ticks: Sequence[str] = (),
     most: float | None = None,
     mark: float | None = None,
-    with_dots: bool = True,
 ) -> Markup:
     """Series from 0 up, with their names below; without ticks over numbers from 0, with the last value of each.
 
-    Args: axis: what x is. ticks: names along it. most, mark: as of `bar_chart`. with_dots: mark every point.
+    Args: axis: what x is. ticks: names along it. most, mark: as of `bar_chart`.
     """
-    ends = [end for line in lines for interval in line.intervals if interval for end in interval]
-    most = max([most or 0.0, mark or 0.0, *ends, *(y for line in lines for _, y in line.points)]) or 1.0
+    most = max([most or 0.0, mark or 0.0, *(y for line in lines for _, y in line.points)]) or 1.0
     most_x = max((x for line in lines for x, _ in line.points), default=0.0) or 1.0
     labels = dict(enumerate(ticks)) if ticks else {value: f"{value:g}" for value in round_steps(most_x)}
     scale, start = ((WIDTH - LEFT) / len(ticks), 0.5) if ticks else ((WIDTH - LEFT - 10) / most_x, 0.0)
@@ -79,25 +76,14 @@ def line_chart(
     elements += [text_at(LEFT + (x + start) * scale, BOTTOM + 14, label, css="small") for x, label in labels.items()]
     for i, line in enumerate(lines):
         css, name = series_css(i), line.name
-        shift = 4.0 * (i - (len(lines) - 1) / 2) if line.intervals else 0.0  # so that intervals do not cover each other
-        at = [(LEFT + (x + start) * scale + shift, BOTTOM - y * TALL / most) for x, y in line.points]
-        for (x, _), interval in zip(at, line.intervals, strict=False):
-            if interval:
-                elements.append(whisker([BOTTOM - end * TALL / most for end in interval], at=x, upright=True))
+        at = [(LEFT + (x + start) * scale, BOTTOM - y * TALL / most) for x, y in line.points]
         elements.append(polyline(at, css))
-        elements += [element("circle", css=css, cx=x, cy=y, r=3) for x, y in at if with_dots or len(at) == 1]
+        elements += [element("circle", css=css, cx=x, cy=y, r=3) for x, y in at]
         if not ticks:
             last = f"{line.points[-1][1]:.2f} at {line.points[-1][0]:g}" if line.points else "none"
             name = f"{shortened(name, most=30)}: {last}"
-        elements += legend_row(i, name, with_dot=with_dots)
+        elements += legend_row(i, name)
     return svg(title, BOTTOM + 40 + 16 * len(lines), elements)
-
-
-def thinned(points: Sequence[tuple[float, float]], *, most: int) -> list[tuple[float, float]]:
-    """At most `most` points: each the mean of a group of neighbours, at the x of the last of them."""
-    size = -(-len(points) // most) if points else 1
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
 
 
 def grid(most: float, *, axis: str, mark: float | None = None) -> list[Markup]:
@@ -119,45 +105,18 @@ def polyline(at: Sequence[tuple[float, float]], css: str) -> Markup:
     return element("polyline", css=f"line {css}", points=" ".join(f"{fixed(x)},{fixed(y)}" for x, y in at))
 
 
-def legend_row(number: int, text: str, *, with_dot: bool) -> list[Markup]:
+def legend_row(number: int, text: str) -> list[Markup]:
     """The row of a series below its chart: its line and its name."""
     y, css = BOTTOM + 46 + 16 * number, series_css(number)
-    dot = [element("circle", css=css, cx=10, cy=y - 4, r=3)] if with_dot else []
-    return [polyline([(0, y - 4), (20, y - 4)], css), *dot, text_at(26, y, shortened(text, most=48))]
+    dot = element("circle", css=css, cx=10, cy=y - 4, r=3)
+    return [polyline([(0, y - 4), (20, y - 4)], css), dot, text_at(26, y, shortened(text, most=48))]
 
 
-def tree_chart(title: str, parents: Sequence[int]) -> Markup:
-    """A draft tree from left to right, likelier children above. parents: index of each node's parent, -1: the root."""
-    children: dict[int, list[int]] = {}
-    depth = {-1: 0}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-        depth[node] = depth[parent] + 1
-    row: dict[int, int] = {}
-    num_leaves, pending = 0, [-1]
-    while pending:  # depth first, so that branches do not cross; a node is on the line of its likeliest child
-        node = pending.pop()
-        row[node] = num_leaves
-        num_leaves += node not in children
-        pending += reversed(children.get(node, []))
-    step = (WIDTH - 40) / max(depth.values())
-    at = {node: (8 + depth[node] * step, 10 + 14 * row[node]) for node in row}
-    elements = []
-    for node, parent in enumerate(parents):
-        (x0, y0), (x1, y1), half = at[parent], at[node], step / 2
-        bend = [(x0 + half, y0), (x1 - half, y1), (x1, y1)]
-        path = f"M{fixed(x0)} {fixed(y0)}C" + " ".join(f"{fixed(x)} {fixed(y)}" for x, y in bend)
-        elements.append(element("path", css="branch", d=path))
-    elements += [element("circle", css="root" if node < 0 else "c0", cx=x, cy=y, r=4) for node, (x, y) in at.items()]
-    return svg(title, 20 + 14 * (num_leaves - 1), elements)
-
-
-def whisker(ends: Sequence[float], *, at: float, upright: bool = False) -> Markup:
-    """An interval's line with its two ends, along x at a y, or upright along y at an x."""
+def whisker(ends: Sequence[float], *, at: float) -> Markup:
+    """An interval's line with its two ends, along x at a y."""
     low, high = ends
     moves = [(low, -4, low, 4), (low, 0, high, 0), (high, -4, high, 4)]
-    steps = [(at + b, a, at + d, c) if upright else (a, at + b, c, at + d) for a, b, c, d in moves]
-    path = " ".join(f"M{fixed(a)} {fixed(b)}L{fixed(c)} {fixed(d)}" for a, b, c, d in steps)
+    path = " ".join(f"M{fixed(a)} {fixed(at + b)}L{fixed(c)} {fixed(at + d)}" for a, b, c, d in moves)
     return element("path", css="whisker", d=path)
 
 

@@ -5,18 +5,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..measurement.metrics import LEAST_TIMED
+from ..figures.metrics import LEAST_TIMED
 from ..measurement.result import Result
-from .document import Report, read_report, short_name
-from .one_result import (
+from .conclusion import Conclusion
+from .results.document import Report, read_report, short_name
+from .results.one_result import (
     grouped,
     interval_of,
     is_faster,
     is_lossless,
+    learnt_words,
     lower_end,
     name_of,
     num_timed,
     number,
+    requests_words,
     rests_on_loops,
     speedup_words,
     timed_words,
@@ -24,7 +27,7 @@ from .one_result import (
 
 TARGET_KEYS = ("fingerprint", "dtype", "quantization", "is_adapted")
 ENVIRONMENT_KEYS = ("device", "num_threads", "headstart", "torch", "transformers")
-SUITE_KEYS = ("num_prompts", "max_new_tokens", "steps", "top_k", "top_p", "template_hash", "system", "thinking",
+SUITE_KEYS = ("num_prompts", "max_new_tokens", "steps", "top_k", "top_p", "template_hash", "system", "variables",
               "suite_digest")  # fmt: skip
 LEAST_APART = 1.1  # ratio of two evaluations' baselines from which their machines were not equally fast
 SUMMARY_KEYS = ("drafter", "suite", "tree", "num_draft_tokens", "batch_size", "temperature", "acceptance_length",
@@ -40,11 +43,11 @@ class NamedReport:
 
     @property
     def results(self) -> list[Result]:
-        """Of our engine, its drafters under this evaluation's name."""
-        return [replace(result, drafter=f"{self.name}: {result.drafter}") for result in self.report.ours]
+        """The results of our engine, with the evaluation's name before each drafter."""
+        return [replace(result, drafter=f"{self.name}: {result.drafter}") for result in self.report.results]
 
     def summary(self) -> dict[str, Any]:
-        """As compare.json has it."""
+        """The evaluation as `compare --json` prints it."""
         entries = [result.to_json() for result in self.results]
         results = [{key: entry[key] for key in SUMMARY_KEYS} for entry in entries]
         return {"evaluation": self.name, "target": asdict(self.report.target), "results": results}
@@ -74,13 +77,19 @@ def standings(evaluations: Sequence[NamedReport]) -> list[Standing]:
     measured = [(evaluation.name, result) for evaluation in evaluations for result in evaluation.results]
     kinds = grouped(measured, lambda item: (item[1].suite, item[1].batch_size, item[1].temperature))
     return [
-        standing(f"{suite}, batch {size}, temperature {temperature:g}", results)
+        standing(traffic_words(suite, size, temperature), results)
         for (suite, size, temperature), results in kinds.items()
     ]
 
 
+def traffic_words(suite: str, batch_size: int, temperature: float) -> str:
+    """`orders, one at a time`; sampled traffic with its temperature."""
+    sampled = f", temperature {temperature:g}" if temperature else ""
+    return f"{suite}, {requests_words(batch_size)}{sampled}"
+
+
 def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
-    """Of each evaluation the lossless setting with the highest lower end of its speedup's interval is compared."""
+    """Compares the evaluations by the lossless setting of each whose speedup's interval has the highest lower end."""
     best: dict[str, Result] = {}
     for name, result in results:
         if interval_of(result) and is_lossless(result):
@@ -97,6 +106,10 @@ def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:
     how = "do not overlap" if is_clear else "overlap"
     if min(num_timed(first), num_timed(near)) < LEAST_TIMED:
         is_clear, how = False, f"are over too few to hold: {LEAST_TIMED} are needed"
+    if len({result.suite_digest for _, result in ranked}) > 1:
+        is_clear, how = False, "are over different prompts"
+    if first.step_medians.is_impossible:
+        is_clear, how = False, "are of a figure that cannot be true"
     words += f"; then {in_words(near)}; the intervals {how}"
     return Standing(traffic, ranked, name if is_clear else None, words)
 
@@ -122,6 +135,15 @@ def headline(ranks: Sequence[Standing]) -> str:
     return f"No single winner: {named}"
 
 
+def comparison(evaluations: Sequence[NamedReport]) -> Conclusion:
+    """Who is ahead where, and what besides the heads is not alike."""
+    ranks = standings(evaluations)
+    is_clear = any(standing.winner for standing in ranks)
+    cautions = [f"Not alike: {line}." for line in unlike(evaluations)]
+    reasons = [f"On {standing.traffic}: {standing.words}." for standing in ranks]
+    return Conclusion(is_clear, f"{headline(ranks)}.", reasons=reasons, cautions=cautions)
+
+
 # What keeps evaluations from being compared
 
 
@@ -140,6 +162,8 @@ def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
         settings = {name: settings_of(results) for name, results in measured.items()}
         lines += [line for key in SUITE_KEYS for line in difference_in_words(f"{key} on {suite}", key, settings)]
         lines += unequal_baselines(suite, measured)
+    learnt = {name: words for name, results in by_name.items() if (words := learnt_words(results))}
+    lines += [f"{name}: {words}" for name, words in learnt.items()]
     if few := sorted({name for name, results in by_name.items() if any(num_timed(r) < LEAST_TIMED for r in results)}):
         lines.append(
             f"fewer than {LEAST_TIMED} prompts or batches were timed in {', '.join(few)}: intervals do not hold"
@@ -149,7 +173,7 @@ def unlike(evaluations: Sequence[NamedReport]) -> list[str]:
 
 def settings_of(results: Sequence[Result]) -> dict[str, str]:
     """How the prompts of a suite were made and answered; of several values each once."""
-    entries = [result.to_json() for result in results]
+    entries = [entry | entry["rendering"] for entry in (result.to_json() for result in results)]
     return {key: ", ".join(dict.fromkeys(str(entry[key]) for entry in entries)) for key in SUITE_KEYS}
 
 

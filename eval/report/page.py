@@ -7,58 +7,52 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from ...configs.files import write_text
+from ...base.files import write_text
 from ..measurement.result import Result
 from . import acceptance_sections, sections
-from .diagnosis import diagnose
-from .document import Report, short_name
-from .findings import Case
-from .one_result import grouped, label, name_of, speedup_words
-from .recommendation import best_deployable, lossless_evidence, recommend
+from .causes.diagnosis import UNEXPLAINED, diagnose
+from .causes.findings import Case
+from .conclusion import Conclusion, conclude
+from .recommendation import best_deployable
+from .results.document import Report, short_name
+from .results.one_result import grouped, label, name_of, speedup_words
 from .sections import Table, cell
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 
 
 @cache
-def page_template(name: str, folder: Path | None = None) -> Template:
-    """A template of `templates`, or of another folder whose templates go on from these. It escapes all that it is given
-    but charts."""
-    loader = FileSystemLoader([Path(__file__).parent / "templates", *([folder] if folder else [])])
+def page_template(name: str) -> Template:
+    """A template of `templates`. It escapes all that it is given but charts."""
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template(name)
 
 
-def write_page(folder: str | Path, report: Report) -> Path:
+def write_page(folder: str | Path, report: Report, conclusion: Conclusion | None = None) -> Path:
     """Write report.html beside report.json."""
-    return write_text(Path(folder) / "report.html", render(report))
+    return write_text(Path(folder) / "report.html", render(report, conclusion))
 
 
-def render(report: Report) -> str:
-    """The page of a report. No script is in it, and nothing is fetched."""
-    ours = report.ours
+def render(report: Report, conclusion: Conclusion | None = None) -> str:
+    """The page of a report. No script is in it, and nothing is fetched. Args: conclusion: default: `conclude`."""
+    ours = report.results
     shown = [
         sections.settings_section(report.results),
         sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
-        acceptance_sections.parts_section("domain", ours, lambda result: result.by_domain),
-        acceptance_sections.parts_section("turn", ours, lambda result: result.by_turn),
+        acceptance_sections.domains_section(ours),
         sections.failed_section(report.results),
         sections.time_section(ours),
-        acceptance_sections.trees_section(ours),
         acceptance_sections.confidence_section(ours),
-        acceptance_sections.forced_section(ours),
-        acceptance_sections.conventions_section(ours),
-        sections.engines_section(report.results),
         sections.environment_section({"value": report}, report.results),
     ]
     return page_template("report.html.j2").render(
         target=replace(report.target, name=short_name(report.target.name)),
         environment=report.environment,
-        recommendation=recommend(report.results),
-        evidence=lossless_evidence(report.results),
+        conclusion=conclusion or conclude(report.results),
         where=where_table(ours),
         divergences=divergences(ours),
         findings=findings_by_cause(report),
@@ -71,10 +65,10 @@ def where_table(ours: Sequence[Result]) -> Table | None:
     """The best setting for each kind of traffic; None if there is only one kind."""
     rows = []
     for (suite, size), results in grouped(ours, lambda result: (result.suite, result.batch_size)).items():
-        best = best_deployable(results)
+        best = best_deployable(results, among=len(ours))
         setting, speedup = (name_of(best), speedup_words(best)) if best else ("no drafts", "-")
         rows.append([suite, setting, str(size), speedup])
-    columns = ["suite", "what to run", "batch", "speedup [95 %]"]
+    columns = ["traffic", "what to run", "requests at a time", "speedup [95 %]"]
     return Table("What pays where", columns, rows, num_labels=2) if len(rows) > 1 else None
 
 
@@ -92,13 +86,17 @@ def divergences(ours: Sequence[Result]) -> Table | None:
 
 
 def findings_by_cause(report: Report) -> dict[tuple[str, str], dict[str, str]]:
-    """By cause and advice: the figures, by the settings that have them."""
+    """By cause and advice: the figures, by the settings that have them. What is recommended is not said to have a low
+    acceptance without a cause."""
     causes: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for result in report.ours:
-        for finding in diagnose(Case(result, report.ours, report.target)):
+    advised = best_deployable(report.results)
+    for result in report.results:
+        for finding in diagnose(Case(result, report.results, report.target)):
+            if result is advised and finding.cause == UNEXPLAINED:
+                continue
             same_cause = causes.setdefault((finding.cause, finding.advice), {})
             same_cause.setdefault(finding.figures, []).append(result)
-    several = len({result.suite for result in report.ours}) > 1
+    several = len({result.suite for result in report.results}) > 1
     return {
         cause: {settings_words(results, with_suite=several): figures for figures, results in same_cause.items()}
         for cause, same_cause in causes.items()
@@ -108,6 +106,5 @@ def findings_by_cause(report: Report) -> dict[tuple[str, str], dict[str, str]]:
 def settings_words(results: Sequence[Result], *, with_suite: bool) -> str:
     """Several settings in a few words: batch sizes of one drafter and suite together."""
     names = grouped(results, lambda result: name_of(result) + (f", {result.suite}" if with_suite else ""))
-    return "; ".join(
-        f"{name}, batch {' and '.join(str(result.batch_size) for result in same)}" for name, same in names.items()
-    )
+    sizes = {name: " and ".join(str(result.batch_size) for result in same) for name, same in names.items()}
+    return "; ".join(name if size == "1" else f"{name}, {size} at a time" for name, size in sizes.items())

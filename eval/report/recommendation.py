@@ -1,33 +1,34 @@
 """What to deploy, in words: which of the measured settings is proved to be faster than no drafts at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ..measurement.metrics import LEAST_TIMED
+from ..figures.metrics import LEAST_TIMED
 from ..measurement.result import Result
-from ..measurement.sampling_check import SMALLEST_P
-from .one_result import (
+from ..proof.sampling_check import POWER, SMALLEST_P, share_seen
+from .results.one_result import (
     deviates,
     disturbance_words,
-    has_lossless_rule,
     interval_as_chosen,
     interval_of,
+    interval_words,
     is_doubtful,
     is_faster,
     is_lossless,
     label,
+    learnt_words,
     loop_words,
     lower_end,
-    medians_disagree,
     name_of,
     num_timed,
     number,
+    requests_words,
     rests_on_loops,
     setting_of,
     speedup_words,
     timed_words,
 )
-from .pairs import not_told_apart
+from .results.pairs import not_told_apart
 
 FEW_TIMED = 8  # prompts or batches below which they say little of other traffic
 LOW_BANDWIDTH = 0.3  # share of a copy's bandwidth below which the baseline's time goes elsewhere
@@ -45,7 +46,7 @@ class Recommendation:
 
     @property
     def figure(self) -> str:
-        """Its speedup."""
+        """The speedup as the headline writes it."""
         return speedup_words(self.best) if self.best else "-"
 
 
@@ -53,18 +54,19 @@ class Recommendation:
 
 
 def recommend(results: Sequence[Result]) -> Recommendation:
-    """What to deploy of all results that are over the same engine without drafts."""
-    ours = [result for result in results if not result.is_beside]
-    best = best_deployable(ours)
-    return refusal(ours) if best is None else approval(best, ours)
+    """What to deploy of these results."""
+    best = best_deployable(results)
+    advice = refusal(results) if best is None else approval(best, results)
+    learnt = learnt_words([advice.best] if advice.best else results)
+    return replace(advice, headline=f"{advice.headline}; but {learnt}") if learnt else advice
 
 
-def best_deployable(results: Sequence[Result]) -> Result | None:
+def best_deployable(results: Sequence[Result], *, among: int | None = None) -> Result | None:
     """The deployable setting with the highest lower end of its interval; None if there is none.
 
     That it is one of several is allowed for: an interval that is chosen for its lower end is wrong more often than one
-    that was named beforehand."""
-    num_choices = max(1, len(results))
+    that was named beforehand. Args: among: of so many; None: of these."""
+    num_choices = max(1, len(results) if among is None else among)
     deployable = [
         result
         for result in results
@@ -76,16 +78,16 @@ def best_deployable(results: Sequence[Result]) -> Result | None:
 def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     """The setting to deploy, why, and on which traffic it does not help."""
     reasons = [
-        f"On {best.suite}, at batch {best.batch_size}, it decodes {number(best.speedup)} times as fast as the same "
-        f"engine without drafts; the 95 % interval over {timed_words(best)} lies above 1.",
-        f"{number(best.acceptance_length)} tokens are committed per forward of the target, of at most "
+        f"On {best.suite}, {requests_words(best.batch_size)}, it decodes {number(best.speedup)} {interval_words(best)} "
+        f"times as fast as the same engine without drafts (95 % interval over {timed_words(best)}).",
+        f"Each forward of the target gives {number(best.acceptance_length)} tokens, of at most "
         f"{best.num_draft_tokens + 1}.",
     ]
     same = [result for result in ours if setting_of(result) == setting_of(best) and result is not best]
     slow = [result for result in same if not is_faster(result)]
     cautions = [
-        f"Not on {result.suite} at batch {result.batch_size}: there the same setting's speedup is "
-        f"{speedup_words(result)}, not shown to be above 1."
+        f"Not on {result.suite}, {requests_words(result.batch_size)}: there its speedup is {speedup_words(result)}, "
+        "not shown to be above 1."
         for result in slow
     ]
     for result in same:
@@ -93,7 +95,8 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
             problem = f"{result.lossless.unexplained} texts differ from the target's own there."
             if deviates(result):
                 problem = "the texts sampled there are not distributed as the target's own."
-            cautions.append(f"Not on {result.suite} at batch {result.batch_size} before this is understood: {problem}")
+            where = f"{result.suite}, {requests_words(result.batch_size)}"
+            cautions.append(f"Not on {where}, before this is understood: {problem}")
     if len(ours) > 1:
         cautions.append(chosen_words(best, len(ours)))
     if alike := not_told_apart(best, ours):
@@ -126,15 +129,9 @@ def doubts(best: Result) -> list[str]:
         cautions.append(f"{len(best.failed)} prompts of {best.suite} could not be measured, and are left out.")
     if is_doubtful(best):
         cautions.append(f"Measure again on a quiet machine: {disturbance_words(best)}.")
-    if medians_disagree(best):
-        medians = best.step_medians
-        cautions.append(
-            f"Medians of steps give a speedup of {speedup_words(medians)}, which does not meet {speedup_words(best)}: "
-            "some steps took far longer than others."
-        )
     if num_timed(best) < FEW_TIMED:
         cautions.append(f"Only {timed_words(best)} were timed: they say little of other traffic.")
-    if best.without_loops:
+    if best.repetition.without_loops:
         cautions.append(f"{loop_words(best)}.")
     if best.num_prompts % best.batch_size:
         cautions.append(f"Prompts of {best.suite} were repeated until the last batch was full.")
@@ -148,7 +145,7 @@ def doubts(best: Result) -> list[str]:
 
 
 def refusal(ours: Sequence[Result]) -> Recommendation:
-    """Why nothing is to be deployed, by the result that came nearest."""
+    """Says why nothing is to be deployed, by the result that came nearest."""
     timed = [result for result in ours if result.speedup is not None]
     if not timed:
         return Recommendation(False, "Do not deploy: nothing was timed", ["No answer had a token to speed up."])
@@ -156,9 +153,7 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
     low, high = interval_of(nearest) or (0.0, 0.0)
     where = f"{label(nearest)}, on {nearest.suite}"
     headline = f"Do not deploy any setting that was measured ({timed_words(nearest)})"
-    if not has_lossless_rule(nearest):
-        reason = f"Every setting was measured with the {nearest.accept} rule: the text is not the target's."
-    elif nearest.sampling_check and deviates(nearest):
+    if nearest.sampling_check and deviates(nearest):
         reason = (
             f"The texts of {where}, are not distributed as the target's own: by chance, tokens deviate so far with "
             f"p = {nearest.sampling_check.p_value:.1g} only."
@@ -198,15 +193,12 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
 
 
 def lossless_evidence(results: Sequence[Result]) -> str:
-    """What the checks of the texts showed, over all results of theirs with a lossless rule."""
-    lossless = [result for result in results if not result.is_beside and has_lossless_rule(result)]
-    if not lossless:
-        return "Every setting was measured with a lossy rule: the text is not the target's."
-    return " ".join(filter(None, (greedy_evidence(lossless), sampled_evidence(lossless)))) or "No text was compared."
+    """What the checks of the texts showed, over all results."""
+    return " ".join(filter(None, (compared_evidence(results), sampled_evidence(results)))) or "No text was compared."
 
 
-def greedy_evidence(results: Sequence[Result]) -> str:
-    """Of texts compared token by token; empty where there were none."""
+def compared_evidence(results: Sequence[Result]) -> str:
+    """Says what comparing texts token by token showed; empty where none were compared."""
     checked = sum(result.lossless.checked for result in results)
     if not checked:
         return ""
@@ -221,7 +213,7 @@ def greedy_evidence(results: Sequence[Result]) -> str:
 
 
 def sampled_evidence(results: Sequence[Result]) -> str:
-    """Of sampled texts; empty where none was sampled."""
+    """Says how well texts behind drafts that were drawn follow the target; empty where there were none."""
     checks = [result.sampling_check for result in results if result.sampling_check]
     tested = [check.p_value for check in checks if check.p_value is not None]
     if not tested:
@@ -229,6 +221,8 @@ def sampled_evidence(results: Sequence[Result]) -> str:
     verb = "do not visibly deviate" if min(tested) >= SMALLEST_P else "DEVIATE"
     fewest = min(check.num_tokens for check in checks if check.p_value is not None)
     return (
-        f"The sampled texts {verb} from the target's own distribution, tested token by token: p is {min(tested):.2g} "
-        f"in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over at least {fewest:,} tokens."
+        f"Texts behind drafts drawn at random {verb} from the target's own distribution, tested token by token: p is "
+        f"{min(tested):.2g} in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over at least "
+        f"{fewest:,} tokens. A rule that gets {share_seen(fewest):.1%} of the tokens wrong would have been seen with "
+        f"{POWER:.0%}; one that gets fewer wrong may not be."
     )

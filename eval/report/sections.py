@@ -8,46 +8,33 @@ from typing import Any
 from markupsafe import Markup
 
 from ..measurement.result import Result
-from .charts import Bar, Series, bar_chart, line_chart
-from .console import lossless_words
-from .document import Report
-from .one_result import (
+from .charts import Bar, bar_chart
+from .results.document import Report
+from .results.one_result import (
     disturbance_words,
     grouped,
     interval_of,
     label,
     loop_words,
+    lossless_words,
     name_of,
     number,
     prompts_words,
     ratio_words,
-    setting_of,
     speedup_words,
 )
-from .pairs import beside_fastest
+from .results.pairs import beside_fastest
+from .table import Table
 
 MOST_FAILED = 20  # shown; report.json has all
-SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens", "num_repeats",
-                  "system", "thinking", "template_hash", "suite_digest")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Table:
-    """num_labels: columns of text, aligned left; figures are aligned right."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_labels: int = 1
+SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens",
+                  "system", "variables", "template_hash", "suite_digest")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Figure:
-    """legend: names of a bar's parts, in order."""
-
     caption: str
     chart: Markup
-    legend: Sequence[str] = ()
 
 
 @dataclass
@@ -87,11 +74,8 @@ def percent(share: float | None) -> str:
 
 
 def settings_section(results: Sequence[Result]) -> Section:
-    """Every result in a row."""
-    columns = [
-        "setting", "suite", "prompts", "length", "speedup [95 %]", "p10 / median / p90", "with prefill",
-        "tok/s, base's", "first token, base's, ms", "lossless", "loops",
-    ]  # fmt: skip
+    """Every result in a row, and its speeds in another."""
+    columns = ["setting", "suite", "prompts", "length", "speedup [95 %]", "lossless"]
     rows = [
         [
             label(result),
@@ -99,16 +83,29 @@ def settings_section(results: Sequence[Result]) -> Section:
             prompts_words(result),
             number(result.acceptance_length),
             speedup_words(result),
-            " / ".join(map(number, (result.speedup_p10, result.speedup_median, result.speedup_p90))),
-            number(result.end_to_end_speedup),
-            f"{number(result.tokens_per_second, 1)}, {number(result.baseline_tokens_per_second, 1)}",
-            f"{number(result.ttft_ms, 1)}, {number(result.baseline_ttft_ms, 1)}",
             lossless_words(result),
-            loop_words(result) or "-",
         ]
         for result in results
     ]
-    return Section("settings", tables=[Table("Every setting that was measured", columns, rows, 2)])
+    section = Section("settings").add_table("Every setting that was measured", columns, rows)
+    columns = [
+        "setting", "suite", "p10 / median / p90", "with prefill", "tok/s, base's",
+        "first token, base's, ms",
+    ]  # fmt: skip
+    rows = [
+        [
+            label(result),
+            result.suite,
+            " / ".join(map(number, result.spread)),
+            number(result.timing.end_to_end_speedup),
+            f"{number(result.tokens_per_second, 1)}, {number(result.baseline_tokens_per_second, 1)}",
+            f"{number(result.timing.ttft_ms, 1)}, {number(result.timing.baseline_ttft_ms, 1)}",
+        ]
+        for result in results
+    ]
+    section.add_table("Their speeds", columns, rows)
+    looping = [[label(result), result.suite, words] for result in results if (words := loop_words(result))]
+    return section.add_table("Texts that loop", ["setting", "suite", "how many, and without them"], looping, 3)
 
 
 def pairs_section(ours: Sequence[Result]) -> Section:
@@ -128,25 +125,13 @@ def pairs_section(ours: Sequence[Result]) -> Section:
 
 
 def speed_section(ours: Sequence[Result]) -> Section:
-    """Speedups with their intervals, one figure per suite; against the batch size where there are several."""
+    """Speedups with their intervals, one figure per suite."""
     section = Section("speed")
     most = max([interval[1] for interval in map(interval_of, ours) if interval], default=1.0)
     for suite, results in by_suite(ours).items():
         bars = [Bar(label(r), [r.speedup or 0.0], speedup_words(r), interval_of(r)) for r in results]
         caption = f"Speedup on {suite}, with 95 % intervals. Right of the line at 1: faster than no drafts."
         section.figures.append(Figure(caption, bar_chart(f"Speedup on {suite}", bars, most=most, mark=1.0)))
-    for suite, results in by_suite(ours).items():
-        sizes = sorted({result.batch_size for result in results})
-        if len(sizes) < 2:
-            continue
-        lines = []
-        for same in grouped(results, setting_of).values():
-            timed = [result for result in sorted(same, key=lambda r: r.batch_size) if result.speedup is not None]
-            points = [(float(sizes.index(result.batch_size)), result.speedup or 0.0) for result in timed]
-            lines.append(Series(name_of(same[0]), points, list(map(interval_of, timed))))
-        title, ticks = f"Speedup by batch size on {suite}", list(map(str, sizes))
-        chart = line_chart(title, lines, axis="batch size", ticks=ticks, most=most, mark=1.0)
-        section.figures.append(Figure(f"{title}, with 95 % intervals.", chart))
     return section
 
 
@@ -154,18 +139,9 @@ def time_section(ours: Sequence[Result]) -> Section:
     """What a round's milliseconds go into, beside a baseline step."""
     section = Section("time")
     timed = [result for result in ours if result.timing.draft_ms is not None]
-    for suite, results in by_suite(timed).items():
-        bars: list[Bar] = []
-        for result in results:
-            *parts, base = [value or 0.0 for value in astuple(result.timing)[:4]]
-            bars.append(Bar(label(result), parts, f"{sum(parts):.2f} ms"))
-            bars.append(Bar("its baseline, one step", [0, 0, 0, base], f"{base:.2f} ms"))
-        chart = bar_chart(f"Milliseconds per round on {suite}", bars)
-        legend = ("draft", "verify", "rest", "baseline step")
-        section.figures.append(Figure(f"A round on {suite}, and a step of its baseline.", chart, legend))
     rows = []
     for result in timed:
-        figures = map(number, (*astuple(result.timing), result.speedup))
+        figures = map(number, (*astuple(result.timing)[:5], result.speedup))
         rows.append([label(result), result.suite, *figures, percent(result.baseline_bandwidth.share_of_copy)])
     columns = ["setting", "suite", "draft, ms", "verify, ms", "rest, ms", "baseline step, ms", "formula's speedup",
                "measured", "base, of a copy's bandwidth"]  # fmt: skip
@@ -175,21 +151,9 @@ def time_section(ours: Sequence[Result]) -> Section:
         medians = result.step_medians
         figures = (medians.round_ms, medians.verify_ms, medians.baseline_ms, medians.baseline_verify_ms)
         words = disturbance_words(result) or "-"
-        rows.append([label(result), result.suite, *map(number, figures), speedup_words(medians), words])
-    columns = ["setting", "suite", "round, ms", "verify, ms", "baseline step, ms", "its forward, ms",
-               "speedup by medians [95 %]", "disturbed"]  # fmt: skip
-    return section.add_table("Medians of steps, and what disturbed them", columns, rows)
-
-
-def engines_section(results: Sequence[Result]) -> Section:
-    """Other engines that were timed beside ours."""
-    rows = []
-    for result in (result for result in results if result.is_beside):
-        ratio = ratio_words(result.ours_over_theirs, result.ours_over_theirs_ci95)
-        speeds = [number(result.tokens_per_second, 1), number(result.ours_tokens_per_second, 1)]
-        rows.append([label(result), result.suite, *speeds, ratio])
-    columns = ["engine and drafter", "suite", "theirs, tok/s", "ours, tok/s", "ours over theirs [95 %]"]
-    return Section("engines").add_table("Whole answers, same drafter, timed in turns", columns, rows)
+        rows.append([label(result), result.suite, words, *map(number, figures)])
+    columns = ["setting", "suite", "disturbed", "round, ms", "verify, ms", "baseline step, ms", "its forward, ms"]
+    return section.add_table("Medians of steps, and what disturbed them", columns, rows, num_labels=3)
 
 
 def failed_section(results: Sequence[Result]) -> Section:
@@ -209,6 +173,8 @@ def environment_section(reports: Mapping[str, Report], results: Sequence[Result]
     for caption, sides in (("Target", targets), ("Environment", environments)):
         rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
         section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
-    shown = {key: dict.fromkeys(cell(result.to_json()[key]) for result in results) for key in SETTINGS_SHOWN}
+    entries = [result.to_json() for result in results]
+    entries = [entry | entry["rendering"] for entry in entries]
+    shown = {key: dict.fromkeys(cell(entry[key] or None) for entry in entries) for key in SETTINGS_SHOWN}
     rows = [[key.replace("_", " "), ", ".join(values)] for key, values in shown.items() if values]
     return section.add_table("Settings", ["key", "value"], rows)

@@ -1,7 +1,4 @@
-"""Suites by name: where their rows are found (first on disk, then on the hub), and how a row becomes a prompt.
-
-A suite's version is incremented when its rows are turned into other prompts, so that versions are not compared.
-"""
+"""Suites by name: where their rows are found (first on disk, then on the hub), and how a row becomes a prompt."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,16 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput, first_line
-from ...heads.target import Target
-from .prompts import DEFAULT_CHAT, ChatOptions, Row, Suite, build_suite, file_rows
+from ...base.errors import BadInput, first_line
+from ...targets.target import Target
+from .prompts import DEFAULT_CHAT, ChatOptions, Row, Suite, build_suite, check_rows, file_rows
 
 Rows = Iterator[tuple[str, Row]]  # with their origins
 
 # Spec-Bench's first group is MT-bench, under MT-bench's own eight categories (Xia et al. 2024)
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 MBPP_TEST = range(11, 511)  # task ids of MBPP's test split (Austin et al. 2021)
-SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # start of rows that were not prepared
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,11 @@ class HubDataset:
 @dataclass(frozen=True)
 class NamedSuite:
     """files: names or patterns in the suites' folder, also as .gz; the first that exists is read. to_prompt: a row and
-    its origin to a row for `prompt_ids`, or None to skip it. hub: None: never downloaded."""
+    its origin to a row for `prompt_ids`, or None to skip it."""
 
     files: tuple[str, ...]
     to_prompt: Callable[[Row, str], Row | None]
-    hub: HubDataset | None
-    version: int = 1
+    hub: HubDataset
 
 
 def value_of(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
@@ -82,33 +77,17 @@ def mbpp_prompt(row: Row, origin: str) -> Row | None:
     return {"turns": ["\n".join([task, "The code should pass these tests:", *map(str, tests)])]}
 
 
-def speed_bench_prompt(row: Row, origin: str) -> Row:
-    """What the user says, turn by turn, and the system prompt. Raises BadInput on rows that hold a placeholder."""
-    messages = value_of(row, "messages", list, origin=origin, suite="speed-bench")
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    if "user" not in roles:
-        raise BadInput(f"{origin}: a row of speed-bench needs a message of role user")
-    said = [(role, message.get("content")) for role, message in zip(roles, messages, strict=True)]
-    turns = [content for role, content in said if role == "user"]
-    if str(turns[0]).startswith(SPEED_BENCH_PLACEHOLDER):
-        raise BadInput(f"{origin}: holds a placeholder: prepare the rows with NVIDIA's own script first")
-    system = next((content for role, content in said if role == "system"), None)
-    return {"turns": turns, "system": system, "category": row.get("category")}
-
-
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SUITES: dict[str, NamedSuite] = {
     "spec-bench": NamedSuite(
         ("spec_bench.jsonl", "spec_bench/question.jsonl"),
         spec_bench_prompt,
         HubDataset("json", split="train", url=SPEC_BENCH_URL),
-        version=2,
     ),
     "mt-bench": NamedSuite(
         ("mt_bench.jsonl", "mt_bench/question.jsonl"),
         mt_bench_prompt,
         HubDataset("philschmid/mt-bench", split="train"),
-        version=2,
     ),
     "humaneval": NamedSuite(  # the start of a Python function, to be completed
         ("humaneval.jsonl", "HumanEval.jsonl"),
@@ -121,33 +100,27 @@ SUITES: dict[str, NamedSuite] = {
         HubDataset("openai/gsm8k", "main"),
     ),
     "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, HubDataset("google-research-datasets/mbpp", "full")),
-    # a folder of SUBSET.jsonl
-    "speed-bench": NamedSuite(("speed_bench", "speed-bench"), speed_bench_prompt, None, version=2),
 }
 
 
 @dataclass(frozen=True)
 class SuiteSpec:
-    """`NAME`, `NAME=PATH`, `speed-bench:SUBSET` or `speed-bench:SUBSET=PATH`, as `--suite` takes them."""
+    """`NAME` or `NAME=PATH`, as `--suite` takes them."""
 
     name: str
-    subset: str | None = None
     path: Path | None = None
 
 
 def parse_suite(spec: str) -> SuiteSpec:
     """Parse the value of `--suite`. Raises BadInput on an unknown suite or a path that does not exist."""
-    named, has_path, path = spec.partition("=")
-    name, has_subset, subset = named.partition(":")
+    name, has_path, path = spec.partition("=")
     if name not in SUITES:
         near = get_close_matches(name, SUITES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise BadInput(f"--suite {spec}: expected one of {', '.join(SUITES)}, or NAME=PATH{hint}")
-    if has_subset and name != "speed-bench":
-        raise BadInput(f"--suite {spec}: only speed-bench has subsets")
-    if (has_subset and not subset) or (has_path and not Path(path).exists()):
-        raise BadInput(f"--suite {spec}: {'no such file or folder' if has_path else 'expected speed-bench:SUBSET'}")
-    return SuiteSpec(name, subset or None, Path(path) if has_path else None)
+    if has_path and not Path(path).is_file():
+        raise BadInput(f"--suite {spec}: no such file")
+    return SuiteSpec(name, Path(path) if has_path else None)
 
 
 def load_named(
@@ -158,52 +131,40 @@ def load_named(
     max_new_tokens: int,
     limit: int | None = None,
     chat: ChatOptions = DEFAULT_CHAT,
-) -> list[Suite]:
-    """Load a suite, or one per subset for speed-bench; rows come from spec.path, else the folder, else the hub.
+) -> Suite:
+    """Load a suite; rows come from spec.path, else the folder, else the hub.
 
     Raises: BadInput if rows are not found or malformed. If no row gives a prompt for this target, the suite has no
     prompts, and the reasons are in `failed`.
     """
-    named, suites = SUITES[spec.name], []
-    for name, rows in suite_rows(spec, Path(folder)):
-        pairs = ((origin, named.to_prompt(row, origin)) for origin, row in rows)
-        readable = ((origin, row) for origin, row in pairs if row is not None)
-        asked = {"max_new_tokens": max_new_tokens, "limit": limit, "chat": chat}
-        suites.append(build_suite(name, readable, target, **asked, version=named.version))
-    return suites
+    rows = asked_rows(spec.name, suite_rows(spec, Path(folder)))
+    return build_suite(spec.name, rows, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
 
 
-def suite_rows(spec: SuiteSpec, folder: Path) -> list[tuple[str, Rows]]:
-    """Names of suites and their rows, as published by the suite's authors."""
-    if spec.name == "speed-bench":
-        return [(f"speed-bench-{path.name.split('.')[0]}", file_rows(path)) for path in speed_bench_files(spec, folder)]
+def check_named(spec: SuiteSpec, *, limit: int | None = None) -> None:
+    """Raises BadInput on rows of spec.path that cannot be read; what comes from the hub is not looked at."""
+    if spec.path:
+        check_rows(asked_rows(spec.name, file_rows(spec.path)), limit=limit)
+
+
+def asked_rows(name: str, rows: Rows) -> Rows:
+    """Of a suite's rows, as its authors publish them, those that it asks, as rows for `prompt_ids`."""
+    pairs = ((origin, SUITES[name].to_prompt(row, origin)) for origin, row in rows)
+    return ((origin, row) for origin, row in pairs if row is not None)
+
+
+def suite_rows(spec: SuiteSpec, folder: Path) -> Rows:
+    """A suite's rows, as published by its authors."""
     patterns = [name + end for name in SUITES[spec.name].files for end in ("", ".gz")]
     present = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
     path = spec.path or next(present, None)
-    return [(spec.name, hub_rows(spec.name, folder) if path is None else file_rows(path))]
-
-
-def speed_bench_files(spec: SuiteSpec, folder: Path) -> list[Path]:
-    """The subsets' files. Raises BadInput if there are none, as the licence forbids redistribution."""
-    folders = [spec.path] if spec.path else [folder / name for name in SUITES["speed-bench"].files]
-    if spec.path and spec.path.is_file():
-        return [spec.path]
-    patterns = [f"{spec.subset or '*'}.jsonl{end}" for end in ("", ".gz")]
-    files = [path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern))]
-    if not files:
-        wanted = " or ".join(str(folder / f"{spec.subset or 'SUBSET'}.jsonl") for folder in folders)
-        raise BadInput(
-            f"--suite speed-bench: no {wanted}: its licence forbids handing it on, so prepare it with NVIDIA's script, "
-            "or give --suite speed-bench=FOLDER"
-        )
-    return files
+    return hub_rows(spec.name, folder) if path is None else file_rows(path)
 
 
 def hub_rows(name: str, folder: Path) -> Rows:
     """Rows from the hub. Raises BadInput, naming the local file to provide instead, if they cannot be loaded."""
     suite = SUITES[name]
     hub = suite.hub
-    assert hub is not None
     instead = f"put {folder / suite.files[0]} in place, or give --suite {name}=PATH"
     try:
         import datasets

@@ -3,19 +3,20 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput
-from ...configs.jsonl import iter_jsonl, naming_faults
-from ...heads.chat.messages import Message, plain_text, script_of
-from ...heads.chat.prompts import ChatTemplate, prompt_ids
-from ...heads.chat.reasoning import template_hash, trace_finder
-from ...heads.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
-from ...heads.loading import quiet_loading
-from ...heads.target import Target
+from ...base.errors import BadInput
+from ...base.jsonl import iter_jsonl, naming_faults
+from ...targets.chat.messages import Message, plain_text, script_of
+from ...targets.chat.prompts import ChatTemplate, check_prompt, prompt_ids
+from ...targets.chat.reasoning import template_hash, trace_finder
+from ...targets.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
+from ...targets.loading import quiet_loading
+from ...targets.target import Target
 
 Row = dict[str, Any]
 
@@ -27,11 +28,19 @@ class ChatOptions:
     system: str | None = None  # a system prompt for chats that have none
     thinking: bool | None = None  # passed to the chat template as `enable_thinking`; None: not passed
     chat_template_kwargs: Variables = field(default_factory=dict)  # further variables for the template
+    has_recorded_turns: bool = False  # its turns are asked behind the recorded answers, not behind the target's own
 
     @property
     def variables(self) -> dict[str, Any]:
         """What the chat template is told for rows that do not record it."""
         return with_thinking(self.chat_template_kwargs, self.thinking)
+
+    def script(self, whole: ChatRow, origin: str) -> list[Message | None]:
+        """Its messages with None where the target answers, see `script_of`. Raises BadInput if the answers behind which
+        its turns are to be asked are not in the row."""
+        if self.has_recorded_turns and not whole.is_answered:
+            raise BadInput(f"{origin}: has no recorded answers; --turns recorded reads `messages`")
+        return script_of(whole.messages, turns="recorded" if self.has_recorded_turns else "all")
 
     def of_row(self, row: Row) -> Row:
         """The row with the system prompt, which comes before its messages if they have none."""
@@ -50,6 +59,7 @@ class PromptSource:
     domain: str | None = None  # the row's `category` or `domain`
     question: str | None = None  # see `question_of`
     turn: int = 1  # which of the questions of its row
+    kind: str | None = None  # of a recorded turn: `call` of tools, or `answer`
     chat: int | None = None  # the number of its row's first turn; None: the row has no other turn
 
     @property
@@ -69,7 +79,7 @@ class FailedPrompt:
 
 @dataclass(frozen=True)
 class Script:
-    """A chat with several questions. turns: its messages, with None where the target answers."""
+    """A chat with several questions. turns: its messages, with None where the target answers; see `script_of`."""
 
     source: PromptSource
     chat: ChatRow
@@ -87,8 +97,6 @@ class Suite:
     failed: list[FailedPrompt] = field(default_factory=list)  # rows that give no prompt for this target
     chat: ChatOptions = DEFAULT_CHAT
     template_hash: str | None = None  # of the chat template; None: no row used one
-    version: int | None = None  # of a named suite
-    calibration: list[list[int]] = field(default_factory=list)  # prompts that shape trees and are not measured
     num_repeated: int = 0  # this many of the last prompts repeat the first ones, to fill the last batch
     variables: dict[str, Any] = field(default_factory=dict)  # what the chat template is told alike for all chats
     scripts: dict[int, Script] = field(default_factory=dict)  # of rows with several questions, by `PromptSource.number`
@@ -169,6 +177,14 @@ def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
     return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
 
 
+def check_rows(rows: Iterable[tuple[str, Row]], *, limit: int | None) -> None:
+    """Raises BadInput on rows of which no target could be asked a prompt; those that only some cannot are left."""
+    for origin, row in islice(rows, limit):
+        with suppress(UnusableRow), naming_faults(row, origin):
+            domain_of(row, origin=origin)
+            check_prompt(row, origin)
+
+
 def load_suite(
     path: str | Path, target: Target, *, max_new_tokens: int, limit: int | None = None, chat: ChatOptions = DEFAULT_CHAT
 ) -> Suite:
@@ -178,7 +194,7 @@ def load_suite(
     """
     name = file_names(path)[0]
     suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
-    if not suite.prompts:
+    if not suite.prompts and not suite.scripts:
         raise NoUsablePrompt(suite)
     return suite
 
@@ -191,26 +207,25 @@ def build_suite(
     max_new_tokens: int,
     limit: int | None = None,
     chat: ChatOptions = DEFAULT_CHAT,
-    version: int | None = None,
 ) -> Suite:
     """A suite from rows with their origins; rows that give no prompt are in `failed`, even if that is all of them.
 
     Raises: BadInput on malformed rows, and if there are no rows."""
     tokenizer = target.tokenizer
-    suite, told = Suite(name, [], trace_finder(tokenizer), chat=chat, version=version), list[dict[str, Any]]()
+    suite, told = Suite(name, [], trace_finder(tokenizer), chat=chat), list[dict[str, Any]]()
     for number, (origin, given) in enumerate(islice(rows, limit)):
         row = chat.of_row(given)
         asked = asks_template(row, tokenizer)
         if not asked and chat != DEFAULT_CHAT:
-            needs = "a system prompt or thinking needs a chat template and rows of `messages` or `turns`"
+            needs = "a system prompt, thinking or recorded turns need a chat template and rows of `messages` or `turns`"
             raise BadInput(f"{origin}: {needs}")
         with naming_faults(row, origin):
             source = PromptSource(number, Path(origin).name, domain_of(row, origin=origin), question_of(row, origin))
             if asked and tokenizer.chat_template:
                 whole = chat_of(row, origin, defaults=chat.variables)
                 told.append(ChatTemplate(tokenizer, whole.tools, whole.variables).recorded)
-                script = script_of(whole.messages, turns="all")
-                if script.count(None) > 1:
+                script = chat.script(whole, origin)
+                if script.count(None) > (0 if chat.has_recorded_turns else 1):
                     suite.scripts[number] = Script(source, whole, script)
         try:
             with naming_faults(row, origin), quiet_loading():  # transformers warns on long prompts, we report them

@@ -6,8 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..nn.sight import Block, behind_window, blocks_of
 from .chunked import ChunkPlan, plan_gaps, plan_rows
+from .sight import Block, behind_window, blocks_of
 
 
 @dataclass
@@ -16,7 +16,6 @@ class ChainStarts:
 
     positions: Tensor  # [B, S] start t of each chain
     valid: Tensor  # [B, S, K] whether depth k of the chain is supervised
-    widths: Tensor | None = None  # [B, S] number of tokens that each chain drafts, for block drafters; None: all K
     has_gaps: bool = False  # whether some chains, or the last depths of some, were left out by sampling
 
     def take(self, values: Tensor, *, offset: int = 0) -> Tensor:
@@ -59,8 +58,7 @@ class ChainStarts:
         is_empty = len(taken) == 0  # fewer chains than processes: one that teaches nothing
         taken = order[0].new_zeros(1) if is_empty else taken
         valid = self.valid[:, taken] & (not is_empty)
-        widths = None if self.widths is None else self.widths[:, taken]
-        return ChainStarts(self.positions[:, taken], valid, widths, has_gaps=True)
+        return ChainStarts(self.positions[:, taken], valid, has_gaps=True)
 
     def plan(self, num_positions: int, *, size: int) -> ChunkPlan:
         """The order in which the loss scores rows of num_positions tokens, `size` positions at a time.
@@ -129,34 +127,12 @@ def chain_starts(loss_mask: Tensor, num_depths: int) -> ChainStarts:
     return ChainStarts(positions, valid)
 
 
-def drawn_starts(starts: ChainStarts, *, most: int, narrow_share: float = 0.0) -> ChainStarts:
-    """`most` chains of each row (all, if it has fewer), sampled without replacement by torch's generator, in order.
-
-    Args: narrow_share: share of the chains that draft, and are supervised on, only 1 to K tokens, drawn uniformly.
-    """
-    is_start, num_depths = starts.valid[..., 0], starts.num_depths  # [B, S]
-    if most >= is_start.shape[1] and narrow_share == 0:
+def drawn_starts(starts: ChainStarts, *, most: int) -> ChainStarts:
+    """`most` chains of each row (all, if it has fewer), sampled without replacement by torch's generator, in order."""
+    is_start = starts.valid[..., 0]  # [B, S]
+    if most >= is_start.shape[1]:
         return starts
     order = torch.rand(is_start.shape, device=is_start.device).masked_fill(~is_start, 2.0)
-    drawn = order.topk(min(most, order.shape[1]), largest=False).indices.sort(1).values  # [B, most]
-    positions, valid = starts.positions.gather(1, drawn), starts.valid[torch.arange(len(drawn))[:, None], drawn]
-    if narrow_share == 0:
-        return ChainStarts(positions, valid, has_gaps=True)
-    narrow = torch.rand(drawn.shape, device=drawn.device) < narrow_share
-    widths = torch.randint(1, num_depths + 1, drawn.shape, device=drawn.device)
-    widths = torch.where(narrow, widths, num_depths)
-    valid = valid & (torch.arange(num_depths, device=drawn.device) < widths[..., None])
-    return ChainStarts(positions, valid, widths, has_gaps=True)
-
-
-def expected_share(probs: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
-    """[K, N] each depth's share in the expected number of accepted drafts (D-PACE, arXiv 2605.18810).
-
-    With q_k the draft's probability of the data's token and p_k the product of (1 - smoothing) q_j + smoothing over
-    j <= k, it is the sum of p_j over j >= k. Without smoothing, cross entropies with these weights have the gradient of
-    -sum_k p_k.
-
-    Args: probs: [K, N] q. valid: [K, N] the depths that are supervised, without gaps.
-    """
-    reached = ((1 - smoothing) * probs + smoothing).cumprod(0) * valid
-    return reached.flip(0).cumsum(0).flip(0)
+    drawn = order.topk(most, largest=False).indices.sort(1).values  # [B, most]
+    valid = starts.valid[torch.arange(len(drawn))[:, None], drawn]
+    return ChainStarts(starts.positions.gather(1, drawn), valid, has_gaps=True)

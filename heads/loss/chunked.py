@@ -9,8 +9,7 @@ away, so that backward only scales them (as in fused linear cross entropy, Hsu e
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from operator import mul
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -135,8 +134,6 @@ class Drafts:
     plan: ChunkPlan
     parameters: Sequence[nn.Parameter] = ()  # all parameters that `draft_logits` and `predicted_state` use
     has_one_output: bool = False  # whether `draft_logits` is the same for all depths
-    align_top_k: int | None = None  # as in HeadConfig
-    chain_weights: Tensor | None = None  # [K, N] factor on the loss of each depth of each chain; None: all 1
 
     def __post_init__(self) -> None:
         self.with_gradients = torch.is_grad_enabled()
@@ -144,7 +141,6 @@ class Drafts:
         self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] sums of weighted losses
         self.guesses = self.labels.new_full(shape, -1)  # [K, N] the most probable target id; -1: not scored
         self.values = self.coefficients.new_zeros(shape)  # [K, N] losses; 0: not scored
-        self.aligned = torch.ones_like(self.guesses[0], dtype=torch.bool)  # [N]
         self.hidden_grads = [torch.zeros_like(states) for states in self.hidden] if self.with_gradients else []
         self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
 
@@ -176,7 +172,7 @@ class Drafts:
         for depth, chains, at in group:
             here, where = slice(end, end := end + len(chains)), positions[at]
             drafted = Rows(self.specs[depth], hidden[here], self.labels[where], target, at)
-            weights = self._weights_of(depth, chains, where)
+            weights = None if self.weights is None else self.weights[where].float()
             out = None if of_logits is None else of_logits[here]
             of_state = self._score_depth(depth, chains, drafted, logits[here].detach(), weights, out=out)
             if of_state is not None:
@@ -191,32 +187,20 @@ class Drafts:
         for (depth, chains, _), part in zip(group, of_hidden.split([len(rows.chains) for rows in group]), strict=True):
             self.hidden_grads[depth][chains] = part
 
-    def _weights_of(self, depth: int, chains: Tensor, positions: Tensor) -> Tensor | None:
-        """[n] the product of all factors on the losses of chains [n] at positions [n]; None: all 1."""
-        factors = list[Tensor]()
-        if self.weights is not None:
-            factors.append(self.weights[positions].float())
-        if self.align_top_k is not None:
-            factors.append(self.aligned[chains].float())
-        if self.chain_weights is not None:
-            factors.append(self.chain_weights[depth, chains])
-        return reduce(mul, factors) if factors else None
-
     def _score_depth(
         self, depth: int, chains: Tensor, drafted: Rows, logits: Tensor, weights: Tensor | None, *, out: Tensor | None
     ) -> Tensor | None:
-        """Record the values and best guesses of one depth's chains [n], and which of them stay aligned.
+        """Record the values and best guesses of one depth's chains [n].
 
         Args: logits: [n, Vd]. weights: [n]. out: [n, Vd] receives the gradient of the logits; None: it is not wanted.
         Returns: [n, D] the gradient of the predicted states, where a loss is of these.
         """
         scale, of_state = self.coefficients[depth] if weights is None else weights * self.coefficients[depth], None
-        num_guesses = self.align_top_k or 1
         if out is not None and all(name in CLOSED for name in drafted.spec.mix):
-            values, guesses = closed_mix(drafted, logits, scale, num_guesses=num_guesses, out=out)
+            values, guesses = closed_mix(drafted, logits, scale, out=out)
         else:
             drafted.draft_logits = logits.float()  # computed already
-            guesses = drafted.best(num_guesses)
+            guesses = drafted.best()
             if out is None:
                 values = mix_of(drafted)
             else:
@@ -225,9 +209,7 @@ class Drafts:
         guesses = guesses if vocabulary is None else vocabulary.to_target[guesses]
         self.values[depth, chains] = values.detach()
         self.sums[depth] += (values if weights is None else values * weights).sum()
-        self.guesses[depth, chains] = guesses[:, 0]
-        if self.align_top_k is not None:  # a chain stays aligned while the data's token is among the guesses
-            self.aligned[chains] &= (guesses == drafted.labels[:, None]).any(-1)
+        self.guesses[depth, chains] = guesses
         return of_state
 
     def _differentiate(self, rows: Rows, scale: Tensor) -> tuple[Tensor, Tensor | float, Tensor | None]:

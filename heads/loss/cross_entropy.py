@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from ..nn.fusing import Fusable
 from .functions import Rows
+from .fusing import Fusable
 
-CLOSED = ("hard_ce", "hard_gce", "greedy_gce", "soft_ce", "restricted_ce", "kl")
+CLOSED = ("hard_ce", "greedy_gce", "soft_ce", "restricted_ce", "kl")
 
 
-def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """The mix [n] of losses in CLOSED, as `LOSSES` defines them, and the most probable tokens [n, num_guesses].
+def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The mix [n] of losses in CLOSED, as `LOSSES` defines them, and the most probable tokens [n].
 
     Args: logits: [n, Vd] in the output layer's dtype. scale: scalar or [n]. out: [n, Vd] receives scale times the
     gradients of the logits.
@@ -18,7 +18,7 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, o
     mix, n = rows.spec.mix, len(logits)
     labels = {
         name: rows.target.best[rows.at] if name == "greedy_gce" else rows.draft_labels
-        for name in CLOSED[:3]
+        for name in CLOSED[:2]
         if name in mix
     }
     probs, covered, soft = distribution_of(rows)
@@ -26,7 +26,7 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, num_guesses: int, o
     shares = {name: float(mix[name]) for name in labels}
     scale = scale.expand(n)
     plain = logits, out, scale, labels, probs, covered, soft
-    values, ids = cross_entropies(*plain, shares=shares, exponent=rows.spec.exponent, num_guesses=num_guesses)
+    values, ids = cross_entropies(*plain, shares=shares, exponent=rows.spec.exponent)
     return values if constant is None else values + constant, ids
 
 
@@ -55,14 +55,13 @@ def cross_entropies(
     *,
     shares: dict[str, float],
     exponent: float,
-    num_guesses: int,
 ) -> tuple[Tensor, Tensor]:
     """`closed_mix` on plain tensors. labels: by loss name, draft ids [n]; `shares` are their weights in the mix. probs
     [n, Vd], covered [n], soft: as `distribution_of` gives them."""
     given, logits = logits, logits.float()
-    scores, ids = logits.max(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1)
+    scores, ids = logits.max(-1, keepdim=True)  # [n, 1]
     grads = torch.softmax(logits, -1, out=out if given.dtype == out.dtype == logits.dtype else None)
-    normaliser = scores[:, 0] - grads.gather(-1, ids[:, :1])[:, 0].log()  # [n] log of the sum of exp(logits)
+    normaliser = scores[:, 0] - grads.gather(-1, ids)[:, 0].log()  # [n] log of the sum of exp(logits)
     values = torch.zeros_like(normaliser)
     # the gradient is of_probs [n] times draft_probs, minus the shares [n] at the labels in `singles`
     of_probs, singles = torch.zeros_like(normaliser), []
@@ -87,4 +86,4 @@ def cross_entropies(
         grads.scatter_add_(-1, label, -(share * scale)[:, None])
     if grads is not out:
         out.copy_(grads)
-    return values, ids
+    return values, ids[:, 0]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...configs.errors import BadInput
+from ...base.errors import BadInput
 
 TensorMap = Callable[[Tensor], Tensor]
 
@@ -42,18 +42,13 @@ class LossSpec:
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
     restricted_logits: TensorMap  # [n, D] post-norm state -> [n, Vd] those of the tokens that can be drafted
     confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
-    # hidden [n, D], and logits and draft ids [n, k] of the most probable tokens -> [n, k] by which drafting chooses
+    # hidden [n, D], logits [n, Vd] -> draft ids [n, k] of the tokens among which drafting chooses; None: all
+    candidates: Callable[[Tensor, Tensor], Tensor] | None = None
+    # hidden [n, D], and their logits and draft ids [n, k] -> [n, k] by which it chooses
     select: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    num_candidates: int = 0  # k
     vocabulary: DraftVocabulary | None = None
-    eta: float = 3.0  # of `lk_lambda`
     top_k: int = 10  # of `topk_ce`
-    exponent: float = 0.5  # g of `hard_gce` and `greedy_gce`
-
-
-def best_guesses(logits: Tensor, num_guesses: int) -> Tensor:
-    """[n, num_guesses] the draft's most probable tokens, best first."""
-    return logits.argmax(-1, keepdim=True) if num_guesses == 1 else logits.topk(num_guesses, -1).indices
+    exponent: float = 0.5  # g of `greedy_gce`
 
 
 def output_layer_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
@@ -142,20 +137,21 @@ class Rows:
 
     @cached_property
     def candidates(self) -> Tensor:
-        """[n, k] draft ids of the most probable tokens, of which `select` chooses."""
-        return self.draft_logits.detach().topk(self.spec.num_candidates, -1).indices
+        """[n, k] draft ids of the tokens of which `select` chooses."""
+        assert self.spec.candidates is not None
+        return self.spec.candidates(self.hidden.detach(), self.draft_logits.detach())
 
     def selected(self) -> Tensor:
         """[n, k] fp32 logits of the candidates by which drafting chooses."""
         assert self.spec.select is not None
         return self.spec.select(self.hidden, self.draft_logits.gather(-1, self.candidates), self.candidates).float()
 
-    def best(self, num_guesses: int) -> Tensor:
-        """[n, num_guesses] draft ids that are drafted first, best first; of a selector, no more than its candidates."""
+    def best(self) -> Tensor:
+        """[n] draft ids that are drafted first."""
         if self.spec.select is None:
-            return best_guesses(self.draft_logits, num_guesses)
+            return self.draft_logits.argmax(-1)
         with torch.no_grad():
-            return self.candidates.gather(-1, best_guesses(self.selected(), min(num_guesses, self.spec.num_candidates)))
+            return self.candidates.gather(-1, self.selected().argmax(-1, keepdim=True))[:, 0]
 
     @cached_property
     def draft_labels(self) -> Tensor:
@@ -186,17 +182,13 @@ def hard_ce(rows: Rows) -> Tensor:
     return F.nll_loss(rows.draft_log_probs, rows.draft_labels, ignore_index=-1, reduction="none")
 
 
-def hard_gce(rows: Rows) -> Tensor:
-    """(1 - q(label)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018): hard_ce as g -> 0, 1 - q at g = 1.
+def greedy_gce(rows: Rows) -> Tensor:
+    """(1 - q(best)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018) of the target's most probable token,
+    which verification accepts at temperature 0: cross entropy as g -> 0, 1 - q at g = 1.
 
     Its gradient is that of -log q times q^g, so tokens that a small head cannot predict, whose -log q would dominate,
     count less than those that greedy drafting can get accepted.
     """
-    return -torch.expm1(-rows.spec.exponent * hard_ce(rows)) / rows.spec.exponent
-
-
-def greedy_gce(rows: Rows) -> Tensor:
-    """hard_gce with the target's most probable token as label: the token that verification accepts at temperature 0."""
     labels = rows.target.best[rows.at]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
     return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
@@ -228,11 +220,6 @@ def kl(rows: Rows) -> Tensor:
     return (rows.target_probs * (rows.target_log_probs - rows.draft_log_probs)).sum(-1)
 
 
-def reverse_kl(rows: Rows) -> Tensor:
-    """sum_v q(v) log(q(v) / p(v)); with a draft vocabulary that covers probability m, the minimum is -log m."""
-    return (rows.draft_probs * (rows.draft_log_probs - rows.target_log_probs)).sum(-1)
-
-
 def topk_ce(rows: Rows) -> Tensor:
     """soft_ce over the `top_k` most probable tokens of the draft vocabulary (HASS, Zhang et al. 2025)."""
     probs, ids = rows.target_probs.topk(min(rows.spec.top_k, rows.target_probs.shape[-1]), -1)  # [n, top_k]
@@ -250,18 +237,6 @@ def tv(rows: Rows) -> Tensor:
 def l1(rows: Rows) -> Tensor:
     """sum_v |p(v) - q(v)| (DSpark: hard_ce 0.1 and l1 0.9)."""
     return 2 * tv(rows)
-
-
-def lk_alpha(rows: Rows) -> Tensor:
-    """-log of the acceptance probability (LK losses, Samarin et al. 2026)."""
-    return -rows.overlap.clamp_min(torch.finfo(torch.float32).tiny).log()
-
-
-def lk_lambda(rows: Rows) -> Tensor:
-    """w * kl + (1 - w) * tv with w = exp(-eta * acceptance probability), without gradient through w: from kl to tv as
-    drafts improve (LK losses, Samarin et al. 2026; eta 3, for Medusa 10)."""
-    share = torch.exp(-rows.spec.eta * rows.overlap.detach())
-    return share * kl(rows) + (1 - share) * tv(rows)
 
 
 def feature(rows: Rows) -> Tensor:
@@ -287,9 +262,7 @@ def selection(rows: Rows) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
-    loss.__name__: loss
-    for loss in (hard_ce, hard_gce, greedy_gce, soft_ce, restricted_ce, kl, reverse_kl)
-    + (topk_ce, tv, l1, lk_alpha, lk_lambda, feature)
+    loss.__name__: loss for loss in (hard_ce, greedy_gce, soft_ce, restricted_ce, kl, topk_ce, tv, l1, feature)
 }
 # including those that heads with a confidence head or a selector add to their mix
 ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}
@@ -297,7 +270,7 @@ ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}
 
 def reads_all_logits(mix: Mapping[str, float]) -> bool:
     """Whether a mix reads the target's logits of tokens that cannot be drafted."""
-    return not set(mix) <= {"hard_ce", "hard_gce", "restricted_ce", "feature", "selection"}
+    return not set(mix) <= {"hard_ce", "restricted_ce", "feature", "selection"}
 
 
 def check_mix(mix: Mapping[str, float], *, key: str) -> None:

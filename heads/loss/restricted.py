@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..decoders.cpu.build import multiplies_bf16
-from ..decoders.cpu.products import pack_linears, product
+from ...targets.cpu.build import multiplies_bf16
+from ...targets.cpu.packing import pack_linears
+from ...targets.cpu.products import product
 from .functions import DraftVocabulary, output_layer_rows
 
 FEW = 256  # positions, at most, for which `packed` is used: those of a round of drafting
@@ -45,7 +46,7 @@ class RestrictedLogits:
         if self.rows is None:
             logits = self.target.logits(post_norm)
             return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
-        layer, states = self.target.output_layer, self.target.for_output(post_norm)
+        layer, states = self.target.output_layer, post_norm.to(self.target.dtype)
         has_gradients, is_few = torch.is_grad_enabled() or torch.compiler.is_compiling(), states[..., 0].numel() <= FEW
         if self.packed is not None and not has_gradients and (is_few or not multiplies_bf16()):
             return self.target.as_logits(self.packed(states))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..loss.sight import Sight
 from .chain_attention import attend_chains, laid_out
 from .dflash2 import CandidateSelector, SlotConvolution
 from .layers import Attention, RMSNorm
-from .sight import Sight
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,23 +73,21 @@ def attend_blocks(
     *,
     context: tuple[Tensor, Tensor],
     sight: Sight,
-    sees_slots: Tensor | None = None,
 ) -> Tensor:
     """Attention [B, W * S, N, H] of queries [B, N, W * S, H] over the context and the slots of their own block.
 
     Args:
         keys, values: [B, Nkv, W * S, H] of the slots. context: keys and values [B, Nkv, P, H].
         sight: of a block's start, the last position of the context that its slots see.
-        sees_slots: [B, S, W] bool, which slots a narrow block has; None: all.
     """
     num_blocks, num_heads = sight.last.shape[1], queries.shape[1]
     slots = list(zip(*(map(laid_out, part.split(num_blocks, 2)) for part in (keys, values)), strict=True))
     if sight.window is not None:  # which ends at another position for each slot, so they share no mask
         of_slots = enumerate(queries.split(num_blocks, 2), 1)
-        parts = [attend_chains(x, *context, sight.behind(i), drafted=slots, sees_own=sees_slots) for i, x in of_slots]
+        parts = [attend_chains(x, *context, sight.behind(i), drafted=slots) for i, x in of_slots]
         return torch.cat(parts, 2).transpose(1, 2)
     queries = queries.unflatten(2, (-1, num_blocks)).flatten(1, 2)  # [B, N * W, S, H]
-    mixed = attend_chains(queries, *context, sight, drafted=slots, sees_own=sees_slots)
+    mixed = attend_chains(queries, *context, sight, drafted=slots)
     return mixed.unflatten(1, (num_heads, -1)).flatten(2, 3).transpose(1, 2)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fusing import Fusable
-from .sight import Block, Sight
+from ..loss.fusing import Fusable
+from ..loss.sight import Block, Sight
 
 # elements of the products of queries with one own key each that exist at a time; on a CPU few enough for its cache
 OWN_PRODUCTS = {"cpu": 2**19}
@@ -51,7 +51,6 @@ def attend_chains(
     sight: Sight,
     *,
     drafted: Sequence[tuple[Tensor, Tensor]] = (),
-    sees_own: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Attention [B, N, Q, H] of queries [B, N, Q, H] over shared keys and values [B, Nkv, P, H] and the queries' own.
@@ -59,12 +58,11 @@ def attend_chains(
     Args:
         sight: of the queries, over the shared keys.
         drafted: per depth the queries' own keys and values, [B, Nkv, Q, H] each.
-        sees_own: [B, Q, depths] bool, which of its own keys a query sees; None: all.
         scale: of the scores; None: 1 / sqrt(H).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     own = [part for pair in drafted for part in pair]
-    return ChainAttention.apply(scale, sight, sees_own, query, key, value, *own)  # pyright: ignore[reportReturnType]
+    return ChainAttention.apply(scale, sight, query, key, value, *own)  # pyright: ignore[reportReturnType]
 
 
 class ChainAttention(torch.autograd.Function):
@@ -75,7 +73,6 @@ class ChainAttention(torch.autograd.Function):
         ctx: Any,
         scale: float,
         sight: Sight,
-        sees_own: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -87,16 +84,15 @@ class ChainAttention(torch.autograd.Function):
             out = out.contiguous()
             for at in spans(query):
                 shared, normaliser, queries = (x[:, :, at] for x in (out, lse, query))
-                sees = None if sees_own is None else sees_own[:, at]
-                merged = with_own(shared, normaliser, queries, [x[:, :, at] for x in own], sees, scale=scale)
+                merged = with_own(shared, normaliser, queries, [x[:, :, at] for x in own], scale=scale)
                 out[:, :, at], lse[:, :, at] = merged
-        ctx.save_for_backward(sees_own, query, key, value, out, lse, *own)
+        ctx.save_for_backward(query, key, value, out, lse, *own)
         ctx.scale, ctx.sight = scale, sight
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sees_own, query, key, value, out, lse, *own = ctx.saved_tensors
+        query, key, value, out, lse, *own = ctx.saved_tensors
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_key, grad_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (key, value))
         for block in ctx.sight.blocks:
@@ -108,12 +104,11 @@ class ChainAttention(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in own]
         for at in spans(query) if own else ():
             parts = [x[:, :, at] for x in (grad, query, out, lse)]
-            sees = None if sees_own is None else sees_own[:, at]
-            for_query, for_own = own_backward(parts, [x[:, :, at] for x in own], sees, scale=ctx.scale)
+            for_query, for_own = own_backward(parts, [x[:, :, at] for x in own], scale=ctx.scale)
             grad_query[:, :, at] += for_query
             for whole, part in zip(grads, for_own, strict=True):
                 whole[:, :, at] = part
-        return None, None, None, grad_query, grad_key, grad_value, *grads
+        return None, None, grad_query, grad_key, grad_value, *grads
 
 
 def spans(query: Tensor) -> Iterator[slice]:
@@ -124,16 +119,12 @@ def spans(query: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, num_queries)) for start in range(0, num_queries, size))
 
 
-def with_own(
-    out: Tensor, lse: Tensor, query: Tensor, own: Sequence[Tensor], sees_own: Tensor | None, *, scale: float
-) -> tuple[Tensor, Tensor]:
+def with_own(out: Tensor, lse: Tensor, query: Tensor, own: Sequence[Tensor], *, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over the shared keys [B, N, Q, H] and its log-sum-exps [B, N, Q], merged with that over own keys and
     values, in turns [B, Nkv, Q, H] each."""
     num_kv_heads = own[0].shape[1]
     queries, lse = by_channel(query, num_kv_heads), lse.unflatten(1, (num_kv_heads, -1))
-    scores = [  # [B, Nkv, G, Q] each
-        own_scores(queries, by_channel(keys), scale, sees_own, i) for i, keys in enumerate(own[::2])
-    ]
+    scores = [own_scores(queries, by_channel(keys), scale) for keys in own[::2]]  # [B, Nkv, G, Q] each
     merged = torch.logsumexp(torch.stack([lse, *scores]), 0)
     mixed = by_channel(out, num_kv_heads) * (lse - merged).exp()[..., None, :]  # [B, Nkv, G, H, Q]
     for score, values in zip(scores, own[1::2], strict=True):
@@ -141,9 +132,7 @@ def with_own(
     return mixed.flatten(1, 2).transpose(-1, -2).to(query.dtype), merged.flatten(1, 2)
 
 
-def own_backward(
-    saved: Sequence[Tensor], own: Sequence[Tensor], sees_own: Tensor | None, *, scale: float
-) -> tuple[Tensor, list[Tensor]]:
+def own_backward(saved: Sequence[Tensor], own: Sequence[Tensor], *, scale: float) -> tuple[Tensor, list[Tensor]]:
     """What own keys add to the gradient of queries, and the gradients of own keys and values.
 
     Args: saved: the output's gradient, queries, the merged output and its log-sum-exps.
@@ -153,9 +142,9 @@ def own_backward(
     queries, grad, out = (by_channel(x, num_kv_heads) for x in (query, grad, out))  # [B, Nkv, G, H, Q]
     lse, delta = lse.unflatten(1, (num_kv_heads, -1)), (grad.float() * out).sum(-2)  # [B, Nkv, G, Q]
     for_query = torch.zeros_like(queries, dtype=torch.float32)
-    for i, (keys, values) in enumerate(zip(own[::2], own[1::2], strict=True)):
+    for keys, values in zip(own[::2], own[1::2], strict=True):
         keys, values = by_channel(keys), by_channel(values)
-        weights = (own_scores(queries, keys, scale, sees_own, i) - lse).exp()  # [B, Nkv, G, Q]
+        weights = (own_scores(queries, keys, scale) - lse).exp()  # [B, Nkv, G, Q]
         scores = weights * ((values * grad).sum(-2, dtype=torch.float32) - delta) * scale
         for_query += scores[..., None, :] * keys
         for x, weight in ((queries, scores), (grad, weights)):
@@ -176,10 +165,9 @@ def by_channel(x: Tensor, num_kv_heads: int | None = None) -> Tensor:
     return x.transpose(-1, -2).contiguous().unflatten(1, (num_kv_heads or x.shape[1], -1))
 
 
-def own_scores(queries: Tensor, keys: Tensor, scale: float, sees_own: Tensor | None, depth: int) -> Tensor:
+def own_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[B, Nkv, G, Q] fp32 scores of each query [B, Nkv, G, H, Q] with its own key [B, Nkv, 1, H, Q] at a depth."""
-    scores = (queries * keys).sum(-2, dtype=torch.float32) * scale
-    return scores if sees_own is None else scores.masked_fill(~sees_own[:, None, None, :, depth], -torch.inf)
+    return (queries * keys).sum(-2, dtype=torch.float32) * scale
 
 
 def shared_forward(

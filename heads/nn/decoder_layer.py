@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ...configs.errors import BadInput, first_line
-from ..decoders.attention import grouped_attention
-from ..decoders.cache import SlotCache, cache_argument
-from ..target import Target
+from ...base.errors import BadInput, first_line
+from ...targets.caches.attention import grouped_attention
+from ...targets.caches.cache import SlotCache, cache_argument
+from ...targets.target import Target
+from ..loss.sight import Sight, blocks_of
 from .chain_attention import attend_chains, laid_out
-from .sight import Sight, blocks_of
 
 NAME = "headstart_chains"
 
@@ -86,9 +86,9 @@ LayerCache = SlotCache | ChainKeys | None
 
 
 class LayerDriver:
-    """Creates and runs layers of the class of the target's last attention layer."""
+    """Creates and runs layers of the class of the target's last attention layer, or of its first."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, *, is_first: bool = False):
         """Raises BadInput if a layer run alone does not compute what it does within the target."""
         self.target = target
         self.config = copy.deepcopy(target.config)
@@ -106,7 +106,7 @@ class LayerDriver:
             if not part:
                 raise BadInput(f"target {target.name}: mtp needs a decoder with {name}, which it has not")
         self.final_norm = cast(nn.Module, target.final_norm)
-        self.index = attends[-1]
+        self.index = attends[0 if is_first else -1]
         self.kind = types[self.index]
         is_sliding = self.kind == "sliding_attention"
         self.window: int | None = getattr(self.config, "sliding_window", None) if is_sliding else None
@@ -124,14 +124,14 @@ class LayerDriver:
         except Exception as error:  # the code of an unknown layer may raise anything
             raise BadInput(f"{self.refusal}: {first_line(error)}") from error
 
-    def new_layer(self, slot: int = 0) -> nn.Module:
-        """A layer with its family's random weights, which writes its keys to layer `slot` of the cache."""
+    def new_layer(self) -> nn.Module:
+        """A layer with its family's random weights, which writes its keys to the first layer of a cache."""
         layer = type(self.target.layers[self.index])(self.config, layer_idx=self.index)
         with torch.no_grad():
             layer.apply(self.target.model._init_weights)
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                cast(Any, module).layer_idx = slot
+                cast(Any, module).layer_idx = 0
         return layer
 
     def new_norm(self) -> nn.Module:
@@ -146,8 +146,7 @@ class LayerDriver:
     ) -> Tensor:
         """x [B, Q, D] at positions [B, Q] -> [B, Q, D]. mask: [B, 1, Q, P] additive; None: causal."""
         known = positions.clamp(max=self.target.num_positions - 1)  # the target's own rotary must not grow beyond
-        with self.target.by_length(known.new_zeros(len(known))):  # trained on short texts, it has their frequencies
-            embeddings = self.rotary(x, known, **self.rotary_kind)
+        embeddings = self.rotary(x, known, **self.rotary_kind)
         out = layer(
             x,
             attention_mask=mask,

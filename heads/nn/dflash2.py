@@ -9,16 +9,16 @@ before, gated by the slot's state: U(b) + <A(a) * H(h), B(b)> for the candidate 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..decoders.cpu.products import usable_kernels
+from ...targets.cpu.products import usable_kernels
+from .candidates import Chooser, SlotCandidates
 
 NUM_TAPS = 2  # the slot itself and the one before it
-NEVER = float("-inf")  # the logit of tokens that are not among the candidates
 
 
 class SlotConvolution(nn.Module):
@@ -53,51 +53,26 @@ def convolved(x: Tensor, base: Tensor, corrections: Tensor, *, num_blocks: int) 
     return total
 
 
-class SlotCandidates(NamedTuple):
-    """The tokens that slots choose from."""
+@dataclass(frozen=True)
+class GatedCandidates(SlotCandidates):
+    """Candidates that a low-rank term scores."""
 
     unary: Tensor  # [..., top_k] logits
-    ids: Tensor  # [..., top_k] draft ids
     gates: Tensor  # [..., r] H(h)
     successors: Tensor  # [..., top_k, r] B(b)
 
-    def at(self, depth: int) -> "SlotCandidates":
-        """Those of a slot [B, 1, ...], of all slots' [B, K, ...]."""
-        return SlotCandidates(*(part[:, depth : depth + 1] for part in self))
-
     def scores(self, previous: Tensor) -> Tensor:
-        """[..., top_k] the candidates' logits behind tokens A(a) [..., r]."""
+        """Args: previous: [..., r] A(a)."""
         pairwise = self.successors @ (previous * self.gates)[..., None]  # [..., top_k, 1]
         return self.unary + pairwise[..., 0].to(self.unary.dtype)
 
-    def chain(self, anchors: Tensor, predecessors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Greedy chains of slots [B, K, ...] by one call of the CPU kernels, which must be usable.
 
-        Args: anchors: [B] tokens before them. predecessors: [V, r] A. to_target: [Vd] of draft ids; None: the same.
-        Returns target ids [B, K], and the logits [B, K, top_k] by which they were chosen.
-        """
-        library = usable_kernels(self.gates)
-        assert library is not None
-        slots = SlotCandidates(*(part.contiguous() for part in self._replace(unary=self.unary.to(self.gates.dtype))))
-        predecessors, anchors = predecessors.contiguous(), anchors.contiguous()
-        tokens, scores = anchors.new_empty(slots.ids.shape[:2]), torch.empty_like(slots.unary)
-        library.choose(
-            *(part.data_ptr() for part in (*slots, predecessors)),
-            None if to_target is None else to_target.data_ptr(),
-            anchors.data_ptr(),
-            *(*slots.ids.shape, slots.gates.shape[-1]),
-            *(part.data_ptr() for part in (tokens, scores)),
-        )
-        return tokens, scores
-
-
-class CandidateSelector(nn.Module):
+class CandidateSelector(Chooser[GatedCandidates]):
     """The low-rank term of the selector: predecessor_codebook A [V, r], hidden_projection H, successor_codebook B
     [Vd, r]."""
 
     def __init__(self, vocab_size: int, num_drafted: int, size: int, *, rank: int, top_k: int):
-        super().__init__()
-        self.top_k = min(top_k, num_drafted)
+        super().__init__(top_k=top_k)
         # rows of length 1, as the Markov head's
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * rank**-0.5)
         self.successor_codebook = nn.Parameter(torch.zeros(num_drafted, rank))
@@ -107,15 +82,26 @@ class CandidateSelector(nn.Module):
         """[...] target ids -> [..., r]."""
         return F.embedding(tokens, self.predecessor_codebook)
 
-    def read(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> SlotCandidates:
+    def read(self, hidden: Tensor, unary: Tensor, ids: Tensor) -> GatedCandidates:
         """What a choice needs, of slots [..., D] and their candidates' logits and draft ids [..., top_k]."""
-        return SlotCandidates(unary, ids, self.hidden_projection(hidden), F.embedding(ids, self.successor_codebook))
+        return GatedCandidates(ids, unary, self.hidden_projection(hidden), F.embedding(ids, self.successor_codebook))
 
-    def best(self, hidden: Tensor, logits: Tensor) -> SlotCandidates:
-        """The most probable tokens of slots [..., D] by their logits [..., Vd]."""
+    def best(self, hidden: Tensor, logits: Tensor, *, anchors: Tensor, context: Tensor) -> GatedCandidates:
         return self.read(hidden, *logits.topk(self.top_k, -1))
 
-
-def only(scores: Tensor, ids: Tensor, num_drafted: int) -> Tensor:
-    """[..., Vd] the logits that candidates [..., k] are drafted with; all others are never drafted."""
-    return scores.new_full((*scores.shape[:-1], num_drafted), NEVER).scatter(-1, ids.expand(scores.shape), scores)
+    def chain(self, candidates: GatedCandidates, anchors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor]:
+        library = usable_kernels(candidates.gates)
+        if library is None:
+            return super().chain(candidates, anchors, to_target)
+        unary, (batch_size, num_slots, top_k) = candidates.unary.to(candidates.gates.dtype), candidates.ids.shape
+        parts = [unary, candidates.ids, candidates.gates, candidates.successors, self.predecessor_codebook]
+        parts, anchors = [part.contiguous() for part in parts], anchors.contiguous()
+        tokens, scores = anchors.new_empty(batch_size, num_slots), torch.empty_like(parts[0])
+        library.choose(
+            *(part.data_ptr() for part in parts),
+            None if to_target is None else to_target.data_ptr(),
+            anchors.data_ptr(),
+            *(batch_size, num_slots, top_k, candidates.gates.shape[-1]),
+            *(part.data_ptr() for part in (tokens, scores)),
+        )
+        return tokens, scores

@@ -3,9 +3,9 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -45,5 +45,8 @@ def recomputed(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    how: Any = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(run, *args, **kwargs, **how, context_fn=lambda: (nullcontext(), recomputing()))
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), recomputing()
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)

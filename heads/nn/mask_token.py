@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...configs.errors import BadInput
-from ..target import Target
+from ...base.errors import BadInput
+from ...targets.target import Target
 
 ROWS = 8192  # of the table, that are measured at a time
 PLAIN = (0.2, 5.0)  # acceptable norms of an embedding, relative to the median norm

@@ -4,7 +4,7 @@ A copied output layer makes logits that are too large for states which do not pr
 loss can start far above that of a uniform guess. Families fit their linear maps to the target's next states on the
 first rows of training (`DraftHead.fit`); logits that are still too large are scaled down (`DraftHead.scale_outputs`).
 
-Source: our own; measured in docs/LOG.md, 2026-11-22.
+Source: our own; measured in docs/log/training_losses.md, 2026-11-22.
 """
 
 import math
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ...targets.target import Target
 from ..nn.batch import DraftBatch
-from ..target import Target
 
 LEAST_FITTED = 8192  # supervised tokens to fit on, about,
 FITTED_PER_CHANNEL = 4  # or for wide targets as many as this times their hidden size
@@ -34,6 +34,14 @@ OUTPUT_GAIN = 3.0
 def num_fitted(hidden_size: int) -> int:
     """About how many supervised tokens a fresh head of a target with D channels is fitted on."""
     return max(LEAST_FITTED, FITTED_PER_CHANNEL * hidden_size)
+
+
+def too_few(num_positions: int, hidden_size: int) -> str | None:
+    """A line if a head cannot be fitted on so many supervised positions, of which it needs two per channel."""
+    if num_positions >= 2 * hidden_size:
+        return None
+    counted = f"{num_positions:,} supervised tokens of the {2 * hidden_size:,} that a fit takes"
+    return f"head.start: {counted}, so the head starts from random weights"
 
 
 def first_rows(batches: Iterable[DraftBatch], num_tokens: int) -> tuple[list[DraftBatch], DraftBatch]:

@@ -5,7 +5,7 @@ x_{t+1} and x_t, the key at position s the code of x_s and x_{s-1}, read from th
 embedding of x_{s+1} (otherwise that takes two layers, an induction head: Olsson et al. 2022). Queries and keys use the
 slowest channels of the rotary embedding, where the distance hardly matters.
 
-Source: our own; measured in docs/LOG.md, 2026-11-24.
+Source: our own; measured in docs/log/training_losses.md, 2026-11-24.
 """
 
 import math
@@ -91,8 +91,8 @@ class TokenCode:
         return states - states @ self.place @ self.place.T - states @ self.place_before @ self.place_before.T
 
     def missing(self, following: Tensor, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """[n, D] what is to be added to hidden states at t for the states at t + 1, whose first b numbers are those of
-        x_{t+1} with these normalised embeddings [n, D]; the other numbers stay as they are."""
+        """[n, D] the difference that turns hidden states at t into the states at t + 1: their first b numbers become
+        those of x_{t+1}, whose normalised embeddings [n, D] are given, and the others stay as they are."""
         num = self.place_before.shape[1]
         place, code = self.place[:, :num], self.of_embedding[:, :num]
         return self.cleared(following - hidden) + (self.size * embedded @ code - hidden @ place) @ place.T

@@ -6,7 +6,7 @@ features; one query head of each group attends to its own position; values and o
 regression of the change from that state to the next one on [embedding, state]. The regression inputs include the
 layer's own predictions, to cover drafts further ahead. The MLP adds nothing at first.
 
-Source: our own; measured in docs/LOG.md, 2026-11-22.
+Source: our own; measured in docs/log/training_losses.md, 2026-11-22.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...configs.errors import BadInput
+from ...targets.caches.masks import visibility_mask
 from ..nn.batch import DraftBatch
 from ..nn.layers import Attention
 from .closed_form import (
@@ -32,26 +32,23 @@ from .closed_form import (
     fresh_size,
     ridge,
     rms,
+    too_few,
 )
 from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
 
 NATS = 8.0  # by which the score of a query's own position exceeds that of any other
 
 
-def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
+def fit_start(head: Any, batches: Sequence[DraftBatch]) -> str | None:
     """Initialise an EAGLE-3 head, which is on the CPU, by `fit_layer`, and scale its logits to the least cross entropy.
-
-    Raises: BadInput if `start: fitted` was requested and there are too few positions."""
+    Returns a line that says why, if there are too few positions and the head stays as it is."""
     target, first = head.target, head.decoder_layers[0]
     gain, divisor = final_gain(target)
     positions = positions_of(
         (b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / divisor) for b in batches
     )
-    least = 2 * target.hidden_size
-    if len(positions.states) < least:
-        if head.config.start is None:
-            return
-        raise BadInput(f"head.start fitted: {len(positions.states)} supervised tokens, needs {least}; else random")
+    if line := too_few(len(positions.states), target.hidden_size):
+        return line
     head.feature_sizes = channel_sizes(positions.features)
     attention, frequencies = first.self_attn, head.rotary.frequencies
     ids = torch.cat([b.input_ids.flatten() for b in batches]).unique()
@@ -72,6 +69,7 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> None:
     probs = head.target_probs(positions.following[judged].to(gain) * gain).cpu()
     head.norm.weight.mul_(OUTPUT_GAIN * best_scale(head.draft_logits(predicted[judged], 0), probs))
     head.lm_head.weight.div_(OUTPUT_GAIN)
+    return None
 
 
 def read_rows(head: Any, batch: DraftBatch) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
@@ -80,8 +78,8 @@ def read_rows(head: Any, batch: DraftBatch) -> tuple[Tensor, tuple[Tensor, Tenso
     hidden = head.fused(batch.output.features.cpu().float())  # [B, T, D]
     embedded = head.target.embed(batch.input_ids).cpu().to(hidden.dtype).roll(-1, 1)
     rotary = head.rotary(batch.positions.cpu(), like=hidden, num_positions=num)
-    mask = batch.visibility(batch.row_positions, dtype=hidden.dtype, window=head.window)
-    return first.both(embedded, hidden), rotary, mask.cpu()
+    mask = visibility_mask(batch.positions.cpu(), extent=num, dtype=hidden.dtype, window=head.window)
+    return first.both(embedded, hidden), rotary, mask
 
 
 @dataclass

@@ -4,7 +4,6 @@ import typer
 
 from .extract import extract
 from .inspect import inspect
-from .plan import plan
 from .prepare import prepare
 from .regenerate import regenerate
 from .vocab import vocab
@@ -14,5 +13,5 @@ data = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for verb in (prepare, regenerate, inspect, vocab, plan, extract):
+for verb in (prepare, regenerate, inspect, vocab, extract):
     data.command(context_settings={"allow_interspersed_args": True})(verb)

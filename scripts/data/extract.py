@@ -6,8 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ...configs.errors import BadInput
-from ..overrides import Overrides
+from ...base.ending import ending_in_time
+from ...base.errors import BadInput
+from .overrides import Overrides
+
+COMMAND = "headstart data extract"
 
 
 def extract(
@@ -18,10 +21,6 @@ def extract(
     batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
     shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.")] = 512 * 2**20,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    engine: Annotated[str, typer.Option(help="What runs the target: transformers, here, or vllm.")] = "transformers",
-    server: Annotated[str | None, typer.Option(help="A running vLLM; else one is started.")] = None,
-    vllm_python: Annotated[str | None, typer.Option(help="Of an environment with vLLM; else this one.")] = None,
-    vllm_flags: Annotated[str | None, typer.Option(help='Of the started vLLM: "--tensor-parallel-size 8".')] = None,
 ) -> None:
     """Write what training the head reads of the target: hidden states, in sharded safetensors with checksums.
 
@@ -30,25 +29,25 @@ def extract(
       headstart data extract runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl --output features/mine
       headstart train runs/eagle3.yaml target.path=MODEL data.train=chats.jsonl data.features=features/mine ...
 
-    Says first how large it will be and how long it will take, and stops where the disk is too small. Interrupted at any
-    point, the same command goes on from the last complete shard. On several devices:
-    `accelerate launch -m headstart.scripts.data.extract CONFIG key=value ... --output FOLDER`. What it costs against
-    running the target in every epoch, `headstart data plan` says.
+    Says first how large it will be, and stops where the disk is too small. Interrupted at any point, the same command
+    goes on from the last complete shard. On several devices:
+    `accelerate launch -m headstart.scripts.data.extract CONFIG key=value ... --output FOLDER`. Whether it pays against
+    running the target in every epoch, `headstart doctor --target MODEL` says.
 
-    `--engine vllm` lets a vLLM server compute the states: this process loads the target's ends alone, see
-    docs/launching.md.
+    `engine.name=vllm` lets a vLLM server compute the states, one that is started or `engine.server=URL`: this process
+    loads the target's ends alone, see docs/launching.md.
     """
     import json
     from contextlib import ExitStack
     from dataclasses import replace
-    from functools import partial
 
-    from rich.progress import Progress
-
+    from ...base.doing import doing
+    from ...base.owned import check_owner
+    from ...base.terminal import PlainConsole
     from ...configs.loader import build
-    from ...configs.terminal import PlainConsole
-    from ...data_pipelines.plan import estimate
+    from ...data_pipelines.rows.config import DataConfig
     from ...data_pipelines.served.reading import fields_of_served
+    from ...data_pipelines.served.vllm_process import clear_server_files, served_states
     from ...data_pipelines.storage.extract import (
         TOKENS,
         ExtractConfig,
@@ -58,40 +57,48 @@ def extract(
         is_finished,
     )
     from ...data_pipelines.storage.features import origin_of
-    from ...data_pipelines.storage.shards import Shards, ShardWriter
-    from ...heads.decoders.cpu.products import pack_linears
-    from ...heads.target import Target
-    from ...heads.targets.dtype import with_default_dtype
-    from ...train.config import TrainConfig, load_inputs
-    from ...train.data import encode_into
-    from ...train.launch import runs_on_cpu, start_accelerator
-    from ...train.main_process import held_by_main, on_main
-    from ...train.target import check_unadapted, reads_of, why_built_with_layers, without_layers
-    from .extract_served import ExtractEngine
-    from .extract_served import clear_server_files as clear_served
+    from ...data_pipelines.storage.shards import MANIFEST, Shards, ShardWriter
+    from ...heads.stored.fit import check_fit
+    from ...targets.cpu.packing import pack_linears
+    from ...targets.dtype import with_default_dtype
+    from ...targets.target import Target
+    from ...train.inputs.config import TrainConfig, load_inputs
+    from ...train.inputs.data import check_sources, encode_into
+    from ...train.inputs.launch import runs_on_cpu, start_accelerator
+    from ...train.inputs.main_process import held_by_main, on_main
+    from ...train.inputs.target import reads_of, why_built_with_layers, without_layers
 
     output = output.expanduser()
+    check_owner(output, command=COMMAND)
     settings = ExtractConfig(storage_dtype=storage_dtype, batch_tokens=batch_tokens, shard_bytes=shard_bytes)
-    by = ExtractEngine(engine, server, vllm_python, vllm_flags)
     run = load_inputs(config, overrides or ())
+    is_served = not run.engine.is_ours
+    if not (output / MANIFEST).is_file():
+        check_sources(replace(run.data, validation=None, features=None), encoded=output / TOKENS)
+    skeleton = check_fit(run.head, run.target)
     launched = build(TrainConfig, {"output_dir": str(output), "max_steps": 1, "device": device})
     accelerator = start_accelerator(launched)
     console = PlainConsole(stderr=True, quiet=not accelerator.is_main_process)
-    source = run.target if by.is_vllm else with_default_dtype(run.target, "cpu" if runs_on_cpu(launched) else "cuda")
-    if by.is_vllm:
-        check_unadapted(source, "--engine vllm")
-        target = without_layers(source, console, key="--engine vllm", why=why_built_with_layers(run.head))
-    else:
-        target = Target.load(**vars(source))
-    reads = reads_of(run, target)
-    data = replace(run.data, max_length=min(run.data.max_length, target.max_positions))
-    fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
+    source = run.target if is_served else with_default_dtype(run.target, "cpu" if runs_on_cpu(launched) else "cuda")
+    if is_served and accelerator.num_processes > 1:
+        raise BadInput("engine.name vllm: one process asks for all rows; start it without accelerate")
+
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    if by.is_vllm and num_ranks > 1:
-        raise BadInput("--engine vllm: one process asks for all rows; start it without accelerate")
-    if not by.is_vllm:
-        target.to(accelerator.device)
+
+    def data_of(target: Target) -> DataConfig:
+        return replace(run.data, max_length=min(run.data.max_length, target.num_positions))
+
+    def load() -> Target:
+        if is_served:
+            return without_layers(source, console, key="engine.name vllm", why=why_built_with_layers(run.head))
+        target = Target.load(**vars(source)).to(accelerator.device)
         pack_linears(target.base)
+        return target
+
+    def encode_first() -> None:
+        """The rows of a new folder before the target is loaded, so that what is wrong with them is said at once."""
+        if skeleton is not None and folder is not None and folder.is_new:
+            encode_into(output / TOKENS, data_of(skeleton), skeleton, console, is_begun=False)
 
     def encode() -> None:
         written = ShardWriter(output, fields=fields).done  # stops where the folder is of other features
@@ -99,32 +106,43 @@ def extract(
 
     def tidy() -> None:
         clear_unfinished(output)
-        clear_served(output)
+        clear_server_files(output)
 
     def check() -> None:
-        told = estimate(extraction, output, num_ranks=num_ranks, is_served=by.is_vllm)
-        console.print(f"{output}: {told}", soft_wrap=True)
+        console.print(f"{output}: {extraction.size_line(output)}", soft_wrap=True)
         extraction.check_disk(output)
 
     with ExitStack() as holding:
-        folder = held_by_main(accelerator, output, command="headstart data extract", settings=fields, holding=holding)
-        if is_finished(output, fields, engine="vllm" if by.is_vllm else None):
+        folder = held_by_main(accelerator, output, command=COMMAND, settings={}, holding=holding)
+        on_main(accelerator, encode_first)
+        target = load()
+        reads, data = reads_of(run, target), data_of(target)
+        fields = fields_of(target, reads, settings, origin_of(data, target.tokenizer))
+        if is_finished(output, fields, engine="vllm" if is_served else None):
             on_main(accelerator, tidy)
             print(f"{output}: finished already")
             return
         start = None
-        if by.is_vllm:
-            how = {"source": source, "max_length": data.max_length, "storage_dtype": storage_dtype}
-            reader = holding.enter_context(by.reader(target, reads, output, **how, console=console))
+        if is_served:
+            serving = served_states(
+                run.engine,
+                target,
+                reads,
+                output,
+                source=source,
+                max_length=data.max_length,
+                storage_dtype=storage_dtype,
+                console=console,
+            )
+            reader = holding.enter_context(serving)
             start, fields = reader.start, fields | fields_of_served(reader.served)
         on_main(accelerator, encode)
         extraction = Extraction(Shards(output / TOKENS), target, reads, config=settings, fields=fields)
         on_main(accelerator, check)
         if folder is not None:
+            folder.record(fields)
             folder.keep()  # before, it is removed: one that does not fit is not in the way of the next try
-        with Progress(console=console) as progress:
-            bar = progress.add_task("tokens", total=extraction.num_tokens(rank, num_ranks))
-            show = partial(progress.advance, bar)
+        with doing("the target reads tokens", extraction.num_tokens(rank, num_ranks)) as show:
             extraction.run(output, rank=rank, num_ranks=num_ranks, on_tokens=show, start=start)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -136,11 +154,12 @@ def extract(
 
 
 def main() -> None:
-    """As `headstart data extract`, for `accelerate launch`."""
+    """Runs `headstart data extract` under `accelerate launch`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(context_settings={"allow_interspersed_args": True})(extract)
     try:
-        app()
+        with ending_in_time():
+            app()
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         sys.exit(2)

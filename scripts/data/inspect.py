@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...configs.errors import BadInput, printable
-from ..overrides import Overrides
+from ...base.errors import BadInput, printable
+from .overrides import Overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
     from ...data_pipelines.masks.retokenised import Place
-    from ...data_pipelines.storage.samples import Sample
+    from ...data_pipelines.rows.samples import Sample
 
 NUM_COUNTED = 1000  # rows that the statistics are of
 NUM_PLACES = 5  # that are shown of a row whose text gives other ids
@@ -45,16 +45,16 @@ def inspect(
     """
     from rich.text import Text
 
-    from ...configs.terminal import PlainConsole
+    from ...base.terminal import PlainConsole
     from ...data_pipelines.masks.chat import Refused, encode_or_refuse, encode_rows
     from ...data_pipelines.masks.retokenised import first_retokenised, share_retokenised
-    from ...data_pipelines.sources import iter_rows
-    from ...heads.targets.skeleton import load_skeleton
-    from ...train.config import load_inputs
+    from ...data_pipelines.rows.sources import iter_rows
+    from ...targets.skeleton import load_skeleton
+    from ...train.inputs.config import load_inputs
 
     inputs = load_inputs(config, overrides or ())
     skeleton = load_skeleton(inputs.target)
-    data = replace(inputs.data, max_length=min(inputs.data.max_length, skeleton.max_positions))
+    data = replace(inputs.data, max_length=min(inputs.data.max_length, skeleton.num_positions))
     console = PlainConsole(force_terminal=color, no_color=color is False, soft_wrap=True, highlight=False)
     is_coloured = color is not False and console.is_terminal
     last = num_rows if row is None else row + 1
@@ -77,12 +77,11 @@ def inspect(
             console.print(Text(f"{said_of(places, skeleton.tokenizer)}\n"))
     counts: Counter[str] = Counter()
     counted = list(iter_rows(data.train, num_rows=min(NUM_COUNTED, data.num_rows or NUM_COUNTED)))
-    how: dict[str, Any] = {"vocab_size": skeleton.vocab_size}
-    samples = list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, **how))
+    samples = list(encode_rows(counted, skeleton.tokenizer, data, counts=counts, vocab_size=skeleton.vocab_size))
     print_statistics(samples, counts, console)
     sources = Counter(sample.source for sample in samples)
     console.print(f"ids are from: {', '.join(f'{source} ({number} samples)' for source, number in sources.items())}")
-    console.print(share_retokenised(counted, skeleton.tokenizer, data, **how))
+    console.print(share_retokenised(counted, skeleton.tokenizer, data, vocab_size=skeleton.vocab_size))
 
 
 def said_of(places: "list[Place]", tokenizer: Any) -> str:
@@ -100,7 +99,7 @@ def said_of(places: "list[Place]", tokenizer: Any) -> str:
 
 def describe_sample(sample: "Sample") -> str:
     """How many tokens a sample has, and how many of each segment are supervised."""
-    from ...data_pipelines.storage.samples import SEGMENTS
+    from ...data_pipelines.rows.samples import SEGMENTS
 
     supervised = sample.segments[sample.loss_mask]
     parts = [f"{name} {(supervised == i).sum()}" for i, name in enumerate(SEGMENTS) if (supervised == i).any()]
@@ -112,7 +111,7 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
     """The sample's text, its supervised runs in the colour, or the brackets, of their segment."""
     from rich.text import Text
 
-    from ...data_pipelines.storage.samples import SEGMENTS
+    from ...data_pipelines.rows.samples import SEGMENTS
 
     text = Text()
     tokens = zip(sample.input_ids.tolist(), sample.segments.tolist(), sample.loss_mask.tolist(), strict=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..overrides import Overrides
+from .overrides import Overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,14 +23,14 @@ def prepare(
       headstart data prepare data/prepare.yaml sources=[chats.jsonl,owner/name:train] output=data/mine \\
           exclude=[prompts.jsonl] filters.max_characters=20000 validation_share=0.02
 
-    The new folder data/mine gets train.jsonl, validation.jsonl, card.json and README.md. The same command again does
-    nothing. Rows may be chats (OpenAI or ShareGPT), instructions, prompts with responses, prompts alone, or text, in
-    .jsonl, .jsonl.gz, .json, .parquet, .arrow, folders of those, or on the hub.
+    The new folder data/mine gets train.jsonl, validation.jsonl and card.json. The same command again does nothing.
+    Rows may be chats (OpenAI or ShareGPT), instructions, prompts with responses, prompts alone, or text, in .jsonl,
+    .jsonl.gz, .json, .parquet, .arrow, folders of those, or on the hub.
     """
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+    from ...base.terminal import PlainConsole
     from ...configs.loader import build, read_config
-    from ...configs.terminal import PlainConsole
     from ...data_pipelines.prepare import PrepareConfig, prepared_before
     from ...data_pipelines.prepare import prepare as prepare_rows
 
@@ -60,7 +60,4 @@ def show(card: "Card", console: "Console") -> None:
         table.add_row(name, f"{rows.read:,}", f"{rows.kept:,}", dropped, end_section=True)
     console.print(table)
     for split, counts in card.splits.items():
-        words = (
-            f"{counts.rows:,} rows, {counts.turns:,} turns, {counts.characters:,} characters, {counts.bytes:,} bytes"
-        )
-        console.print(f"{split}: {words}", highlight=False)
+        console.print(f"{split}: {counts.rows:,} rows, {counts.bytes:,} bytes", highlight=False)

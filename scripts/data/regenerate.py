@@ -1,16 +1,21 @@
-"""`headstart data regenerate`: has the target answer the prompts itself, through servers or in this process."""
+"""`headstart data regenerate`: has the target answer the prompts itself, in this process or by servers."""
 
-from functools import partial
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..overrides import Overrides
+from ...base.doing import SILENCE
+from .overrides import Overrides
 
 if TYPE_CHECKING:
-    from ...data_pipelines.answers.regenerate import Answerer, RegenerateConfig, RunProgress
+    from ...data_pipelines.answers.regenerate import RunProgress
 
 
 def regenerate(
@@ -22,41 +27,45 @@ def regenerate(
     \b
     Example, from a vLLM or SGLang server:
       headstart data regenerate data/regenerate_server.yaml sources=chats.jsonl output=data/mine \\
-        target=Qwen/Qwen3-8B servers=[http://localhost:8000/v1] sampling.temperature=0.7
-    and without one, in this process:
+        target=Qwen/Qwen3-8B engine.server=http://localhost:8000 sampling.temperature=0.7
+    in this process, or by a server that is started for it:
       headstart data regenerate data/regenerate_local.yaml sources=chats.jsonl output=data/mine target=MODEL
+      headstart data regenerate data/regenerate_local.yaml sources=chats.jsonl output=data/mine target=MODEL \\
+        engine.name=vllm engine.python=VLLM/bin/python
 
     OUTPUT gets answers.jsonl (rows in input order: messages, finish_reason, truncated, usage) to train on,
     manifest.json (settings, counts), and failed.jsonl where rows could not be answered. The same command again goes on
     where an interrupted run stopped, and asks failed rows again. Exit code 1 where some failed.
     """
-    from ...configs.errors import writing_into
+    from ...base.errors import writing_into
+    from ...base.jsonl import read_jsonl
     from ...configs.loader import build, read_config
-    from ...data_pipelines.answers.regenerate import RegenerateConfig
+    from ...data_pipelines.answers.regenerate import BY_MESSAGES, RegenerateConfig
     from ...data_pipelines.answers.regenerate import regenerate as run
     from .engine_answers import by_engine
+    from .served_answers import by_ids, by_messages
 
     settings = build(RegenerateConfig, read_config(config, overrides or ()))
-    answers, identity = by_servers(settings) if settings.servers else by_engine(settings)
-    with writing_into(settings.output), AnswerProgress() as bar:
-        summary = run(settings, answers, target_identity=identity, show=bar.show)
+    with ExitStack() as running:
+        if settings.engine.is_ours:
+            answers, identity = by_engine(settings)
+        elif settings.engine.name == BY_MESSAGES:
+            answers, identity = by_messages(settings)
+        else:
+            answers, identity = by_ids(settings, running)
+        with writing_into(settings.output), AnswerProgress() as bar:
+            summary = run(settings, answers, target_identity=identity, show=bar.show)
     counts = summary.counts
     print(
         f"{counts.written} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
         f"{counts.truncated} truncated, {counts.failed} failed, {summary.duplicates} duplicates left out"
     )
     if counts.failed:
+        failed = read_jsonl(Path(settings.output, "failed.jsonl"))
         print(f"why they failed: {settings.output}/failed.jsonl; the same command asks them again")
+        problem, count = Counter(row["problem"] for row in failed).most_common(1)[0]
+        print(f"headstart: {count} of {len(failed)} that failed: {problem}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def by_servers(config: "RegenerateConfig") -> tuple["Answerer", dict[str, Any]]:
-    """Answers of OpenAI-compatible servers; nothing is known of their weights."""
-    from ...data_pipelines.answers.client import OpenAIClient
-    from ...data_pipelines.answers.dispatch import by_threads
-
-    client = OpenAIClient(config.servers, model=config.target, config=config.client)
-    return partial(by_threads, answer=client, num_threads=client.num_threads), {}
 
 
 class AnswerProgress(Progress):
@@ -74,6 +83,7 @@ class AnswerProgress(Progress):
             console=Console(stderr=True),
         )
         self.add_task("", total=None, failed=0, speed=0.0)
+        self.told = time.monotonic()  # of the last line where there is no bar
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +94,9 @@ class AnswerProgress(Progress):
 
     def show(self, run: "RunProgress") -> None:
         self.start()
+        if not self.console.is_terminal and time.monotonic() - self.told >= SILENCE:
+            self.told = time.monotonic()
+            print(f"the target answers: {run.num_answered:,} of {run.num_all:,}", file=sys.stderr, flush=True)
         [task] = self.tasks
         self.update(
             task.id,

@@ -5,26 +5,29 @@ The answers become the rows that candidates are trained and scored on.
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...configs.errors import BadInput
-from ...configs.files import write_json
-from ...configs.jsonl import read_appended, read_jsonl
+from ...base.errors import BadInput
+from ...base.files import write_json
+from ...base.jsonl import read_appended
 from ...data_pipelines.vocab import always_kept, worthwhile_size
-from ...eval.measurement.repetition import text_repetition
-from ...heads.chat.written_ids import KEY
-from ...heads.loading import TargetConfig
-from ...heads.target import Target
-from ...heads.targets.fit import row_share
-from ...heads.targets.skeleton import NoSkeleton, load_skeleton
+from ...eval.figures.repetition import text_repetition
+from ...heads.stored.fit import row_share
+from ...targets.chat.prompts import plain_ids
+from ...targets.chat.written_ids import KEY
+from ...targets.target import Target
 from .candidates import BATCH_SIZE
-from .held_out import as_question, write_rows
-from .journal import AnswerCounts, known
-from .session import AutoRun
+from .held_out import as_question, plain, read_asked, write_rows
+from .machine import without_weights
+from .running.journal import AnswerCounts, known
+from .running.session import AutoRun
+from .running.steps import StepRecord
+from .target_server import TargetServer
 
 PER_PROMPT = 4  # answers, upper limit
 TEMPERATURE = 0.7  # of all answers to a prompt but the first
@@ -37,22 +40,111 @@ ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning
 
 
-def answer(run: AutoRun) -> AnswerCounts:
+@dataclass(frozen=True)
+class Pass:
+    """All prompts are answered once: by the engine's server, by our own engine, or partly by each.
+
+    number: 0: greedily; further passes are sampled.
+    """
+
+    run: AutoRun
+    number: int
+
+    @property
+    def here(self) -> Path:
+        """The folder of what our own engine answers."""
+        return self.run.folder / ("answers" if not self.number else f"answers-{self.number + 1}")
+
+    @property
+    def served(self) -> Path:
+        """The folder of what the engine's server answers."""
+        return self.here.with_name(f"{self.here.name}-served")
+
+    @property
+    def folders(self) -> list[Path]:
+        """Those that there are."""
+        return [folder for folder in (self.served, self.here) if (folder / "manifest.json").exists()]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all prompts were asked, and some answered."""
+        return any(all_answered(folder) and read_answers(folder) for folder in self.folders)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was answered so far."""
+        return [row for folder in self.folders for row in read_answers(folder)]
+
+    def ask(self, server: TargetServer) -> None:
+        """Have what is left of the prompts answered, for as long as there is time.
+
+        Raises: BadInput if our own engine does not start to answer; SystemExit after a signal to stop.
+        """
+        if words := server.answering():
+            problem, sources = "", self.run.data / "prompts.jsonl"
+            try:
+                record = self.regenerate(self.served, words, sources=sources, meanwhile=server.keep)
+            except BadInput as error:
+                problem = str(error)
+            else:
+                if not self.run.journal.unserved and (record.stopped or read_answers(self.served)):
+                    return
+                problem = record.last_line
+            if not self.run.journal.unserved:
+                server.give_up(problem)
+        machine = self.run.machine
+        words = [f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"]
+        if not (sources := self.left()):
+            return
+        record = self.regenerate(self.here, words, sources=sources)
+        if not (self.here / "manifest.json").exists():
+            raise BadInput(f"the target could not answer: {record.last_line}")
+
+    def left(self) -> Path | None:
+        """The file of the prompts that the server has not answered; None: it has answered all of them."""
+        prompts, done = self.run.data / "prompts.jsonl", {first_question(row) for row in read_answers(self.served)}
+        if not done:
+            return prompts
+        asked = [asked.row for asked in read_asked(str(prompts)) if asked.question not in done]
+        path = self.run.data / f"left-{self.number + 1}.jsonl"
+        write_rows(path, asked)
+        return path if asked else None
+
+    def regenerate(
+        self, folder: Path, words: Sequence[str], *, sources: Path, meanwhile: Callable[[], bool] = lambda: True
+    ) -> StepRecord:
+        """Run `headstart data regenerate`. Args: words: what it is told of the engine. meanwhile: as of `step`."""
+        run, temperature = self.run, TEMPERATURE if self.number else 0
+        settings, until = run.settings, run.journal.answers_until
+        arguments = [
+            *("data", "regenerate", "data/regenerate_local.yaml"),
+            *(f"sources={sources}", f"output={folder}", f"target={settings.target}", *words),
+            *(f"sampling.temperature={temperature:g}", f"sampling.max_tokens={settings.max_new_tokens}"),
+        ]
+        arguments += [f"engine.adapter={settings.adapter}"] if settings.adapter else []
+        if temperature:
+            arguments.append(f"sampling.seed={self.number}")
+        again = f" again, sampled at temperature {temperature:g}," if temperature else ""
+        what = f"the target answers{again} as many prompts as there is time for"
+        return run.step(
+            what, arguments, name=folder.name, seconds=run.left_until(until), until=until, meanwhile=meanwhile
+        )
+
+
+def answer(run: AutoRun, server: TargetServer) -> AnswerCounts:
     """The target answers prompts for its share of the time; the rows are written into the run's data/.
 
     A head learns more from several answers to a prompt than from reading one of them many times.
 
     Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
     """
-    folders = [run.folder / "answers", *(run.folder / f"answers-{number}" for number in range(2, PER_PROMPT + 1))]
-    for number, folder in enumerate(folders):
-        if number and not (all_answered(folders[number - 1]) and asks_again(run, number)):
+    passes = [Pass(run, number) for number in range(PER_PROMPT)]
+    for number, one in enumerate(passes):
+        if number and not (passes[number - 1].is_whole and asks_again(run, number)):
             break
-        if not all_answered(folder):
-            ask(run, folder, seed=number, temperature=TEMPERATURE if number else 0)
+        if not one.is_whole:
+            one.ask(server)
             run.write()
-    greedy, *sampled = folders
-    answers = gather(run, greedy, [folder for folder in sampled if (folder / "manifest.json").exists()])
+    answers = gather(run, passes[0], passes[1:])
     for warning in answers.warnings:
         run.say(f"warning: {warning}")
     return answers
@@ -67,42 +159,19 @@ def asks_again(run: AutoRun, number: int) -> bool:
     return num_read > MOST_READ * number * known(run.journal.split).asked
 
 
-def ask(run: AutoRun, folder: Path, *, seed: int, temperature: float) -> None:
-    """Run `headstart data regenerate` over all prompts, for as long as there is time for answers.
-
-    Raises: BadInput if it does not start to answer; SystemExit after a signal to stop.
-    """
-    machine, settings, until = run.machine, run.settings, run.journal.answers_until
-    arguments = [
-        *("data", "regenerate", "data/regenerate_local.yaml"),
-        *(f"sources={run.data / 'prompts.jsonl'}", f"output={folder}"),
-        *(f"target={settings.target}", f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"),
-        *(f"sampling.temperature={temperature:g}", f"sampling.max_tokens={settings.max_new_tokens}"),
-    ]
-    if temperature:
-        arguments.append(f"sampling.seed={seed}")
-    again = f" again, sampled at temperature {temperature:g}," if temperature else ""
-    what = f"the target answers{again} as many prompts as there is time for"
-    record = run.step(what, arguments, name=folder.name, seconds=run.left_until(until), until=until)
-    if not (folder / "manifest.json").exists():
-        raise BadInput(f"the target could not answer: {record.last_line}")
-
-
 def all_answered(folder: Path) -> bool:
     """Whether `headstart data regenerate` has answered all prompts there."""
     return (folder / "answers.jsonl").exists()
 
 
-def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
+def gather(run: AutoRun, greedy: Pass, sampled: Sequence[Pass]) -> AnswerCounts:
     """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
 
-    Args:
-        greedy: output of `headstart data regenerate`, which may have been stopped before its end.
-        sampled: the same with further answers to these prompts, to train on.
+    Args: greedy: may have been stopped before its end. sampled: with further answers to these prompts, to train on.
 
     Raises: BadInput if there are fewer than LEAST_ANSWERS answers.
     """
-    written = read_answers(greedy)
+    written = greedy.rows()
     if len(written) < LEAST_ANSWERS:
         raise BadInput(
             f"--budget: the target answered {len(written)} prompts in the time for this, at least {LEAST_ANSWERS} "
@@ -112,20 +181,18 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
     num_validation = min(len(written) // 4, num_validation_rows(run.settings.budget))
     validation, train = written[:num_validation], written[num_validation:]
     judged = {first_question(row) for row in validation}
-    again = [row for path in sampled for row in read_answers(path) if first_question(row) not in judged]
-    given = run.data / "given.jsonl"
-    chats = read_jsonl(given) if given.exists() and given.stat().st_size else []
+    again = [row for one in sampled for row in one.rows() if first_question(row) not in judged]
+    chats = learnt_chats(run.data / "given.jsonl", judged)
     write_rows(run.data / "validation.jsonl", validation)
     write_rows(run.data / "train.jsonl", [*train, *again, *chats])
-    write_json(run.data / "manifest.json", joined_manifest([greedy, *sampled]))
-    try:
-        target = load_skeleton(TargetConfig(path=run.settings.target))
-    except NoSkeleton:
-        target = Target.load(run.settings.target, dtype=run.settings.dtype)
+    write_json(
+        run.data / "manifest.json", joined_manifest([folder for one in (greedy, *sampled) for folder in one.folders])
+    )
+    target = without_weights(run.settings)
     greedy_ids, sampled_ids = (
         [ids for row in rows for ids in answer_ids_of(row, target.tokenizer)] for rows in (written, again)
     )
-    chat_ids = [target.tokenizer(text).input_ids for row in chats for text in assistant_texts(row)]
+    chat_ids = [plain_ids(target.tokenizer, text) for row in chats for text in assistant_texts(row)]
     size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids, *chat_ids])
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(greedy_ids))
@@ -135,18 +202,26 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
     return AnswerCounts(
         written=len(written),
         sampled=len(again),
+        served=sum(len(read_answers(one.served)) for one in (greedy, *sampled)),
         given=len(chats),
         validation=num_validation,
         tokens=sum(usage["completion_tokens"] for usage in usages),
         row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
-        complete=all_answered(greedy),
+        complete=greedy.is_whole,
         draft_vocab_size=size,
         coverage=covered,
         max_length=max(longest, 2048) if chats else longest,
         warnings=warnings_of(len(written), truncated=truncated, looping=looping),
     )
+
+
+def learnt_chats(given: Path, judged: Iterable[str]) -> list[dict[str, Any]]:
+    """The given chats without those that ask what validation rows are judged by; none without such a file."""
+    never = {plain(question) for question in judged}
+    asked = read_asked(str(given)) if given.exists() and given.stat().st_size else ()
+    return [chat.row for chat in asked if plain(chat.question) not in never]
 
 
 def num_validation_rows(budget: float) -> int:
@@ -171,6 +246,8 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
 
 def first_question(row: dict[str, Any]) -> str:
     """What an answered row was asked first, as `PromptRow.question`."""
+    if "prompt" in row:
+        return as_question([{"role": "user", "content": row["prompt"]}])
     messages = row["messages"]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return as_question(messages[:first])
@@ -197,7 +274,7 @@ def answer_ids_of(row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
 
 def assistant_texts(row: dict[str, Any]) -> list[str]:
     """The texts of a row's assistant messages."""
-    messages = row.get("messages") or []
+    messages = row.get("messages") or [{"role": "assistant", "content": row.get("response")}]
     return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
 
 

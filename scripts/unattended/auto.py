@@ -1,27 +1,36 @@
 """The stages of `headstart auto`, what they need of the budget, and the last of them: the head is measured on held-out
-prompts, planned by batch size, and deployed or not.
+prompts, and deployed or not.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 
-from ...configs.errors import BadInput
-from ...eval.measurement.metrics import LEAST_TIMED
+from ...base.errors import BadInput
+from ...engines.export import read_folder, windowed
+from ...engines.servers.how_to_serve import commands_of_engine, how_to_serve, under_adapter
+from ...engines.servers.setting import OURS
+from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
-from ...eval.report.document import read_report
 from ...eval.report.recommendation import recommend
-from ...heads.export.llamacpp import Conversion, serve_lines
-from ...heads.export.write import read_folder, serve_commands
+from ...eval.report.results.document import read_report
+from ...eval.report.results.drafter_words import WITH_ANSWERS
 from .answers import LEAST_ANSWERS, answer
-from .candidates import OURS
-from .clock import ANSWERS, EVALUATION, MACHINE, SIZES_SHARE
-from .journal import Decision, Evaluation, SizePlan, known
-from .machine import split_and_measure
+from .in_server import LOOKUP as SERVED_LOOKUP
+from .in_server import (
+    decide_served,
+    measure_in_server,
+    plan_served,
+    served_rate,
+    server_of,
+    try_server,
+    without_server,
+)
+from .machine import measure, split
 from .rungs import choose, learn
-from .session import AutoRun, Stage
+from .running.clock import ANSWERS, EVALUATION, MACHINE
+from .running.journal import Decision, Evaluation, known
+from .running.session import AutoRun, Stage
+from .target_server import TargetServer
 from .training import FITTING, LEAST_STEPS
 
 # time of the whole evaluation (baseline, head, look-ups, both together, checks of texts) relative to the baseline alone
@@ -30,13 +39,8 @@ EXPORTING = 2  # commands started after the evaluation for another engine: expor
 LOOKUP_SECONDS = 60.0  # for measuring look-ups if no head can pay, upper limit
 DEFAULT_DRAFT_TOKENS = 3  # K in the evaluation of a head without a score
 
-SIZES = (1, 4, 16)  # batch sizes of the plan
-LEAST_SECONDS = 30.0  # below which a plan is not worthwhile
-NO_BATCHES = ("llama.cpp",)  # engines that draft for one row at a time
-
 LOOKUP = "suffix"  # the drafter that looks up and needs no training
 HYBRID = "hybrid"  # look-ups and a head together
-WITH_ANSWERS = "+answers"  # suffix of a drafter's name if it also looks up the target's answers
 
 NO_CANDIDATE = (
     "No head was trained: even with four in five of its drafts accepted, none would be worth it on this machine, with "
@@ -58,14 +62,13 @@ def batch_seconds(run: AutoRun) -> float:
 
 def ending_seconds(run: AutoRun, num_batches: int) -> float:
     """Estimated seconds of an evaluation of that many batches, but at least of LEAST_TIMED, of export and check."""
-    timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
-    return timed / SAFETY + (1 + num_exporting(run.settings.engine)) * run.machine.start_seconds
-
-
-def planning_seconds(run: AutoRun) -> float:
-    """Seconds for the plan, without the start of its command; 0 with too little time or an engine that needs none."""
-    seconds = SIZES_SHARE * run.settings.budget
-    return 0.0 if seconds < LEAST_SECONDS or run.settings.engine in NO_BATCHES else round(seconds)
+    if serving := server_of(run):
+        settings, num_prompts = run.settings, max(num_batches * run.machine.batch_size, LEAST_TIMED)
+        seconds, most = EVALUATION * settings.budget, settings.max_new_tokens
+        timed = plan_served(run, serving, num_drafters=2, most=most, held_out=num_prompts, seconds=seconds).seconds
+    else:
+        timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
+    return timed / SAFETY + (1 + num_exporting(run.settings.engine.name)) * run.machine.start_seconds
 
 
 def check_budget(run: AutoRun) -> float:
@@ -75,8 +78,12 @@ def check_budget(run: AutoRun) -> float:
     """
     needed, machine, max_new_tokens = 0.0, run.machine, run.settings.max_new_tokens
     if machine.able:
-        answering = machine.start_seconds + LEAST_ANSWERS * max_new_tokens * machine.baseline_ms / 1000
-        fitted = FITTING * min(machine.start_tokens, LEAST_ANSWERS * max_new_tokens)
+        num_tokens, serving = LEAST_ANSWERS * max_new_tokens, server_of(run)
+        answering = num_tokens * machine.baseline_ms / 1000
+        if serving is not None:  # our own engine answers where the server takes too long to start
+            answering = min(answering, serving.start_seconds + num_tokens / served_rate(serving))
+        answering += machine.start_seconds
+        fitted = FITTING * min(machine.start_tokens, num_tokens)
         training = [fitted * able.token_seconds + 3 * LEAST_STEPS * able.step_seconds for able in machine.able]
         learning = 2 * machine.start_seconds + min(training)
         needed = max(answering / ANSWERS, (answering + learning + ending_seconds(run, 1)) / (1 - MACHINE))
@@ -91,9 +98,7 @@ def end_of_learning(run: AutoRun) -> float:
     """The second of the budget at which training ends: what follows is enough for all held-out prompts, limited to the
     share EVALUATION of the budget; at least enough for one batch."""
     num_batches = -(-known(run.journal.split).held_out // run.machine.batch_size)
-    planning = planning_seconds(run)
-    planning += run.machine.start_seconds if planning else 0.0
-    most = min(ending_seconds(run, num_batches) + planning, EVALUATION * run.settings.budget)
+    most = min(ending_seconds(run, num_batches), EVALUATION * run.settings.budget)
     return run.settings.budget - max(most, ending_seconds(run, 1))
 
 
@@ -102,24 +107,49 @@ def end_of_learning(run: AutoRun) -> float:
 
 def evaluation_seconds(run: AutoRun) -> float:
     """Seconds that are left for the evaluation, its start included."""
-    left, planning = max(run.clock.left, 0), planning_seconds(run)
+    left = max(run.clock.left, 0)
     if not run.journal.trained:
-        left, planning = min(LOOKUP_SECONDS, left), 0.0
-    num_starts = num_exporting(run.settings.engine) + bool(planning)  # commands after the evaluation
-    return left - planning - num_starts * run.machine.start_seconds
+        left = min(LOOKUP_SECONDS, left)
+    return left - num_exporting(run.settings.engine.name) * run.machine.start_seconds
 
 
 def plan_evaluation(run: AutoRun) -> Evaluation:
     """How many held-out prompts there is time for (whole batches, at least LEAST_TIMED), and the head's K."""
     trained, machine = run.journal.trained, run.machine
-    num_batches = int((evaluation_seconds(run) - machine.start_seconds) * SAFETY / batch_seconds(run))
-    num_prompts = min(max(num_batches, LEAST_TIMED) * machine.batch_size, known(run.journal.split).held_out)
-    scored = trained.score.num_draft_tokens if trained and trained.score else 0
-    return Evaluation(num_prompts, scored or DEFAULT_DRAFT_TOKENS)
+    held_out, seconds = known(run.journal.split).held_out, evaluation_seconds(run) - machine.start_seconds
+    length = trained.score.num_draft_tokens if trained and trained.score else DEFAULT_DRAFT_TOKENS
+    if serving := server_of(run):
+        most, num_drafters = run.settings.max_new_tokens, 1 if trained is None else 2
+        plan = plan_served(
+            run, serving, num_drafters=num_drafters, most=most, held_out=held_out, seconds=max(seconds, 0.0)
+        )
+        return Evaluation(plan.num_prompts, length, has_look_ups=plan.num_drafters == num_drafters)
+    num_batches = int(seconds * SAFETY / batch_seconds(run) + 1e-6)
+    return Evaluation(min(max(num_batches, LEAST_TIMED) * machine.batch_size, held_out), length)
 
 
 def evaluate(run: AutoRun) -> str:
-    """Measures the head, look-ups, and both together; returns the path of report.json.
+    """Measures on held-out prompts, in the engine's server where one can be started; returns the path of report.json.
+
+    Raises: as `evaluate_here`.
+    """
+    serving = server_of(run)
+    if serving is None:
+        return evaluate_here(run)
+    evaluation, head, most = known(run.journal.evaluation), head_of(run), run.settings.max_new_tokens
+    length, seconds = evaluation.num_draft_tokens, evaluation_seconds(run)
+    drafters = [f"head:{head}@{length}"] if head else []
+    drafters += [f"{SERVED_LOOKUP}@{length}"] if evaluation.has_look_ups else []
+    asked = ["--limit", str(evaluation.num_prompts), "--max-new-tokens", str(most), *(window_of(run) if head else [])]
+    if report := measure_in_server(run, serving, drafters, asked, seconds=seconds):
+        return report
+    run.journal.evaluation = plan_evaluation(run)
+    run.write()
+    return evaluate_here(run) if head else ""
+
+
+def evaluate_here(run: AutoRun) -> str:
+    """Measures the head, look-ups, and both together in our engine; returns the path of report.json.
 
     Raises: BadInput if that fails; SystemExit after a signal to stop.
     """
@@ -130,7 +160,7 @@ def evaluate(run: AutoRun) -> str:
         *("eval", *target_arguments(run)),
         *(word for drafter in (*drafters, LOOKUP + answers) for word in ("--drafter", drafter)),
         *("--prompts", str(run.data / "held_out.jsonl"), "--limit", str(evaluation.num_prompts)),
-        *("--max-new-tokens", str(run.settings.max_new_tokens)),
+        *("--max-new-tokens", str(run.settings.max_new_tokens), *(window_of(run) if head else [])),
         *("--batch-size", str(run.machine.batch_size), "--repeats", "1", "--output", str(output)),
     ]
     measured = "the head and look-ups" if head else "look-ups, since no head can pay,"
@@ -141,39 +171,22 @@ def evaluate(run: AutoRun) -> str:
     return str(output / "report.json")
 
 
-def plan_sizes(run: AutoRun) -> SizePlan:
-    """Plans the chosen head by batch size; a failure is noted, not raised.
-
-    The plan gets what earlier stages left of the budget, at least the time that was kept for it. It is stopped at the
-    end of the budget: on a machine that other work shares, it can take longer than it was told.
-    """
-    settings, output = run.settings, run.folder / "plan"
-    reserved = planning_seconds(run)
-    num_starts = 1 + num_exporting(settings.engine)
-    seconds = max(reserved, run.clock.left - num_starts * run.machine.start_seconds)
-    arguments = [
-        *("plan", *target_arguments(run), "--head", head_of(run), "--prompts", str(run.data / "held_out.jsonl")),
-        *("--max-new-tokens", str(settings.max_new_tokens), "--seconds", f"{seconds:.0f}"),
-        *(word for size in sorted({*SIZES, run.machine.batch_size}) for word in ("--batch-size", str(size))),
-        *("--output", str(output), "--overwrite"),
-    ]
-    try:
-        what = "K and trees by batch size"
-        record = run.step(what, arguments, name="plan", seconds=seconds, until=settings.budget)
-        if record.exit_code:
-            raise BadInput("its time ran out" if record.stopped else record.last_line)
-    except BadInput as error:
-        run.say(f"no plan by batch size: {error}")
-        return SizePlan(reserved, problem=str(error))
-    return SizePlan(reserved, str(output / "plan.json"))
-
-
 def decide(run: AutoRun) -> Decision:
     """Decides what to deploy. A head for another engine is exported and checked first, which writes `exported`."""
-    head, engine = head_of(run), run.settings.engine
-    none = Decision(False, "Do not deploy a head: none can pay here", [], [])
-    decision = decide_by_report(run, head) if run.journal.report else none
-    if decision.deploy and engine != OURS:
+    head, engine = head_of(run), run.settings.engine.name
+    if not run.journal.report:
+        decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
+    elif server_of(run):
+        decision, best = decide_served(run.journal.report, lookup=LOOKUP)
+        if best is not None:
+            is_head = decision.drafter != LOOKUP
+            told = served_commands(run, best.num_draft_tokens, head) if is_head else best.commands[1:]
+            decision.commands.extend(told)
+    else:
+        decision = decide_by_report(run, head)
+        if engine != OURS:
+            decision = without_server(decision, run.journal.serving, engine)
+    if decision.deploy and engine != OURS and decision.drafter != LOOKUP:
         try:
             run.journal.exported = export(run, head)
         except BadInput as error:
@@ -189,9 +202,9 @@ def export(run: AutoRun, head: str) -> str:
 
     Raises: BadInput if the head cannot be exported, or the check finds a problem.
     """
-    engine, seconds, output = run.settings.engine, run.machine.start_seconds, run.folder / "served"
+    engine, seconds, output = run.settings.engine.name, run.machine.start_seconds, run.folder / "served"
     if not output.is_dir():
-        arguments = ["export", head, str(output), "--to", engine, "--target", run.settings.target]
+        arguments = ["export", head, str(output), "--to", engine, "--target", run.settings.target, *window_of(run)]
         run.step(f"export for {engine}", arguments, name="export", seconds=seconds)
     record = run.step("check of the export", ["check", str(output)], name="check", seconds=seconds)
     if record.exit_code:
@@ -204,8 +217,14 @@ def head_of(run: AutoRun) -> str:
     return run.journal.trained.head if run.journal.trained else ""
 
 
+def window_of(run: AutoRun) -> list[str]:
+    """What commands are told of the window that heads draft with, if any."""
+    return ["--draft-window", run.settings.draft_window] if run.settings.draft_window else []
+
+
 def target_arguments(run: AutoRun) -> list[str]:
-    return ["--target", run.settings.target, "--dtype", run.machine.dtype, "--device", run.machine.device]
+    adapter = ["--adapter", run.settings.adapter] if run.settings.adapter else []
+    return ["--target", run.settings.target, *adapter, "--dtype", run.machine.dtype, "--device", run.machine.device]
 
 
 def answers_to_look_up(run: AutoRun) -> str:
@@ -220,19 +239,13 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
 
     Args: head: folder; empty if no head was trained.
     """
-    file = answers_to_look_up(run)
-    lookups = {  # specifications by name, of our engine only
-        LOOKUP: LOOKUP,
-        HYBRID: f"{HYBRID}:{head}",
-        LOOKUP + WITH_ANSWERS: LOOKUP + file,
-        HYBRID + WITH_ANSWERS: f"{HYBRID}:{head}{file}",
-    }
-    results = read_report(Path(run.journal.report)).ours
-    advice = recommend([one for one in results if run.settings.engine == OURS or one.drafter not in lookups])
+    results = read_report(Path(run.journal.report)).results
+    results = [one for one in results if (one.adapter is not None) == bool(run.settings.adapter)]
+    advice = recommend([one for one in results if run.settings.engine.is_ours or not looks_up(one)])
     best = advice.best
     if not advice.is_deployable or best is None:
         return Decision(False, advice.headline, advice.reasons, advice.cautions)
-    drafter = lookups.get(best.drafter, f"head:{head}")
+    drafter = specification(best, head, answers_to_look_up(run))
     return Decision(
         deploy=True,
         headline=advice.headline,
@@ -245,19 +258,34 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
     )
 
 
+def looks_up(result: Result) -> bool:
+    """Whether its drafter looks up, which needs our engine."""
+    return result.drafter.startswith((LOOKUP, HYBRID))
+
+
+def specification(result: Result, head: str, answers: str) -> str:
+    """Its drafter as `headstart eval --drafter` takes it. Args: answers: as of `answers_to_look_up`."""
+    if not looks_up(result):
+        return f"head:{head}"
+    file = answers if WITH_ANSWERS in result.drafter else ""
+    return LOOKUP + file if result.drafter.startswith(LOOKUP) else f"{HYBRID}:{head}{file}"
+
+
 def serving_commands(run: AutoRun, best: Result, drafter: str, head: str) -> list[str]:
-    """Command lines that serve the best result in the engine. Our own engine has no server: it decodes prompts."""
-    engine, target, exported = run.settings.engine, run.settings.target, str(run.folder / "served")
-    length = best.num_draft_tokens
-    if engine == OURS:
-        how = f"--drafter {quote(drafter)} --num-draft-tokens {length} --batch-size {best.batch_size}"
-        return [f"headstart eval --target {quote(target)} {how} --prompts PROMPTS.jsonl --output DIR"]
-    folder = read_folder(head, target=target)
-    folder = replace(folder, record=replace(folder.record, head={**folder.own, "num_depths": length}))
-    if engine == "llama.cpp":
-        return serve_lines(folder, exported, Conversion())
-    commands = serve_commands(folder, exported, to=engine, target=target)
-    return [commands[engine]] if engine in commands else []
+    """Command lines that serve the best result in the engine, of ours, which has no server, in another."""
+    if run.settings.engine.is_ours:
+        has_tree = "chain" not in best.tree
+        window, target = run.settings.draft_window, run.settings.target
+        return how_to_serve(drafter, best.num_draft_tokens, has_tree=has_tree, target=target, window=window)
+    return served_commands(run, best.num_draft_tokens, head)
+
+
+def served_commands(run: AutoRun, length: int | None, head: str) -> list[str]:
+    """Command lines that serve the exported head with K drafts. Args: length: K."""
+    engine, adapter = run.settings.engine.name, run.settings.adapter
+    folder = read_folder(head, target=run.settings.target)
+    folder = windowed(folder, run.settings.draft_window, to=engine)
+    return under_adapter(commands_of_engine(engine, folder, str(run.folder / "served"), length), adapter)
 
 
 def domains_without_gain(best: Result) -> list[str]:
@@ -275,20 +303,27 @@ def can_learn(run: AutoRun) -> bool:
 
 
 def can_evaluate(run: AutoRun) -> bool:
-    """Whether there is a drafter to measure: look-ups need no training, but our engine."""
-    return can_learn(run) or run.settings.engine == OURS
+    """Whether there is a drafter to measure: look-ups need no training, but our engine or the server."""
+    return can_learn(run) or run.settings.engine.is_ours or server_of(run) is not None
 
 
-AUTO: Sequence[Stage[AutoRun]] = (
-    Stage("machine", split_and_measure),
-    Stage("least_budget", check_budget),
-    Stage("answers_until", lambda run: run.clock.used + ANSWERS * run.settings.budget, can_learn),
-    Stage("answers", answer, can_learn),
-    Stage("learning_until", end_of_learning, can_learn),
-    Stage("chosen", choose, can_learn),
-    Stage("trained", learn, can_learn),
-    Stage("evaluation", plan_evaluation, can_evaluate),
-    Stage("report", evaluate, can_evaluate),
-    Stage("sizes", plan_sizes, lambda run: bool(run.journal.trained and planning_seconds(run))),
-    Stage("decision", decide),
-)
+def stages(server: TargetServer) -> list[Stage[AutoRun]]:
+    """In their order. Args: server: of the run's target."""
+    return [
+        Stage("split", split),
+        Stage(
+            "serving",
+            lambda run: try_server(run, most=run.settings.max_new_tokens),
+            lambda run: not run.settings.engine.is_ours,
+        ),
+        Stage("machine", lambda run: measure(run, server)),
+        Stage("least_budget", check_budget),
+        Stage("answers_until", lambda run: run.clock.used + ANSWERS * run.settings.budget, can_learn),
+        Stage("answers", lambda run: answer(run, server), can_learn),
+        Stage("learning_until", end_of_learning, can_learn),
+        Stage("chosen", lambda run: choose(run, server), can_learn),
+        Stage("trained", lambda run: learn(run, server), can_learn),
+        Stage("evaluation", plan_evaluation, can_evaluate),
+        Stage("report", evaluate, can_evaluate),
+        Stage("decision", decide),
+    ]

@@ -3,23 +3,23 @@
 Each file of configs/auto is a candidate. A family without such a file takes part with its config of configs/heads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...configs.errors import BadInput
 from ...configs.loader import build, read_config, shipped
+from ...engines.export import ENGINES, engines_of
+from ...engines.families.table import SERVINGS
+from ...engines.heads import HEADS, head_class
+from ...engines.servers.setting import OURS
 from ...heads.base import HeadConfig
-from ...heads.export.mtp import module_layout
-from ...heads.export.write import engines_of
-from ...heads.families import served_families
-from ...heads.loading import TargetConfig, read_model_config
-from ...heads.registry import HEADS, head_class
-from ...train.config import Share
+from ...targets.loading import TargetConfig, default_device, read_model_config
+from ...targets.weights.mtp_checkpoint import module_layout
+from ...train.inputs.config import Share
 
 BATCH_SIZE = 8  # rows of an optimizer step
 # the `train` section of all candidates, unless their files override it; the same as in `make bench-heads`
 TRAINING = {"batch_size": BATCH_SIZE, "optimizer": "muon", "learning_rate": 3e-3, "matrix_learning_rate": 1e-2}
-OURS = "headstart"  # this package's own engine, which needs no export
 
 
 @dataclass(kw_only=True)
@@ -57,10 +57,23 @@ def find_candidates(engine: str = OURS) -> list[Candidate]:
     missing = set(HEADS) - {candidate.head.type for candidate in candidates}
     candidates += [read_candidate(name, f"heads/{name}.yaml") for name in missing]
     if engine != OURS:
-        keeping = {family for family, serving in served_families().items() if serving.keeps_vocabulary}
+        keeping = {family for family, serving in SERVINGS.items() if serving.keeps_vocabulary}
         candidates = [replace(c, cuts_vocabulary=c.cuts_vocabulary and c.head.type in keeping) for c in candidates]
+        on_cpu = ENGINES[engine].keys_on_cpu if default_device() == "cpu" and engine in ENGINES else {}
+        candidates = [replace(c, head=with_keys(c.head, on_cpu)) for c in candidates]
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
+
+
+def with_keys(head: HeadConfig, told: Mapping[str, Any]) -> HeadConfig:
+    """The config with these of its keys."""
+    return replace(head, **{key: value for key, value in told.items() if hasattr(head, key)})
+
+
+def heads_read(engine: str, target: str) -> list[HeadConfig]:
+    """Of the candidates that may be trained with an engine, those that read the target's states alone."""
+    found = (candidate for candidate in find_candidates(engine) if is_served(candidate, engine, target))
+    return [candidate.head for candidate in found if not candidate.head.reads_layers]
 
 
 def read_candidate(name: str, path: str) -> Candidate:
@@ -70,24 +83,12 @@ def read_candidate(name: str, path: str) -> Candidate:
     return Candidate(name, config, {**TRAINING, **raw.train}, raw.cuts_vocabulary, raw.usual_acceptance)
 
 
-def check_engine(engine: str) -> None:
-    """Raises BadInput if no head can be exported for the engine."""
-    layouts = {name for serving in served_families().values() for name in serving.engines}
-    engines = (OURS, *sorted(layouts - {"hf", "speculators"}))  # these two are layouts of no engine in particular
-    if engine not in engines:
-        raise BadInput(f"--engine {engine}: expected one of {', '.join(engines)}")
-
-
 def is_served(candidate: Candidate, engine: str, target: str) -> bool:
     """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
     if engine == OURS:
         return True
     # of the whole target: beside a text model inside another, engines seldom load modules
     kind = read_model_config(TargetConfig(path=target)).model_type
-    is_loaded = not is_module(candidate) or module_layout(target, kind) is not None
+    is_module = hasattr(candidate.head, "layout")  # of the target's checkpoint
+    is_loaded = not is_module or module_layout(target, kind) is not None
     return engine in engines_of(candidate.head.type) and is_loaded
-
-
-def is_module(candidate: Candidate) -> bool:
-    """Whether its heads are modules of the target's checkpoint, which have the layout of its kind."""
-    return hasattr(candidate.head, "layout")

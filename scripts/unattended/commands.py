@@ -2,11 +2,15 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...configs.errors import BadInput
+from ...base.errors import BadInput
+from ..evaluating.engine_options import DraftWindowText, EngineArgs, EngineName, EnginePython, engine_of
+
+if TYPE_CHECKING:
+    from ...engines.servers.setting import EngineSetting
 
 RUN, TRAFFIC, HEAD, MACHINE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Run", "Traffic", "Head and traffic", "Machine")
@@ -18,8 +22,12 @@ Dtype = Annotated[
     MACHINE(help="Of the target: float32, bfloat16, float16 or auto; default: as for `headstart eval`."),
 ]
 Device = Annotated[str, MACHINE(help="cpu, cuda, cuda:1 ...; default: cuda if available, else cpu.")]
+Verbose = Annotated[bool, RUN("--verbose", help="Print each command that is run.")]
 Launcher = Annotated[
     str, MACHINE(help="Command that starts training on several devices: 'accelerate launch --config_file FILE'.")
+]
+Concurrency = Annotated[
+    list[int] | None, RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size, else 1]", min=1)
 ]
 
 
@@ -28,21 +36,21 @@ def auto(
     target: Annotated[str, TRAFFIC(help="The target: local folder or hub id.")],
     prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
     chats: Annotated[str, TRAFFIC(help="More training rows, JSONL, with answers that this target wrote.")] = "",
+    adapter: Annotated[str, TRAFFIC(help="Folder of a LoRA adapter (peft) of the target; with --engine vllm.")] = "",
     max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2)] = 128,
+    draft_window: DraftWindowText = "",
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 20m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for auto.html, auto.json and everything else that the run writes.")],
-    engine: Annotated[
-        str, RUN(help="Engine that will serve the head: headstart, vllm, sglang or llama.cpp.")
-    ] = "headstart",
+    engine: EngineName = "headstart",
+    engine_python: EnginePython = "",
+    engine_args: EngineArgs = "",
+    concurrency: Concurrency = None,
     batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1)] = 1,
-    load: Annotated[
-        float,
-        RUN(help="Instead of --batch-size: requests per second, from which the batch size is derived.", min=0),
-    ] = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "",
     device: Device = "",
     launcher: Launcher = "",
+    verbose: Verbose = False,
 ) -> None:
     """Find the best head for a target, its traffic and this machine within a time budget, and whether to deploy it.
 
@@ -53,36 +61,46 @@ def auto(
     The run measures which heads can pay on this machine and has the target answer the prompts. It trains the candidates
     by successive halving on predicted speedup, and the best one for the remaining time. It measures that head on
     held-out prompts, and recommends what to deploy, or nothing. Run the same command again to resume a run that was
-    killed. Each step is an ordinary command, which is printed. auto.json has all decisions with their figures.
+    killed. Each step is an ordinary command, which the page has. auto.json has all decisions with their figures.
     """
-    from ...heads.loading import default_device
-    from .auto import AUTO
-    from .candidates import check_engine
-    from .clock import parse_budget
+    from ...engines.export import ENGINES
+    from ...eval.drafters.registry import check_window
+    from ...targets.loading import default_device
+    from .answers import LEAST_ANSWERS
+    from .auto import stages
+    from .candidates import heads_read
     from .page import write_auto_page
-    from .session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
+    from .running.clock import parse_budget
+    from .running.session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
+    from .target_server import TargetServer
 
-    check_engine(engine)
-    if load and batch_size != 1:
-        raise BadInput("give --load or --batch-size, not both")
+    by = engine_of(engine, engine_python, engine_args, known=("headstart", *sorted(ENGINES)))
+    check_concurrency(by, concurrency)
+    check_window(draft_window, "head")
+    if adapter and engine != "vllm":
+        raise BadInput(f"--adapter {adapter}: goes with --engine vllm, which serves it; else merge it")
     device = device or default_device()
     settings = AutoSettings(
         target=target,
+        adapter=adapter,
         prompts=prompts,
         chats=chats,
         budget=parse_budget(budget),
-        engine=engine,
+        engine=by,
+        concurrency=concurrency or [batch_size],
         batch_size=batch_size,
-        load=load,
         max_new_tokens=max_new_tokens,
+        draft_window=draft_window,
         dtype=target_dtype(target, device, dtype),
         device=device,
         launcher=launcher,
         seed=seed,
-        traffic=files_digest([path for path in (prompts, chats, target) if path]),
+        traffic=files_digest([path for path in (prompts, chats, target, adapter) if path]),
     )
-    with AutoRun.open(output, settings) as run:
-        run_stages(run, AUTO, write_auto_page)
+    heads = partial(heads_read, engine, target)
+    with AutoRun.open(output, settings, is_verbose=verbose) as run:
+        with TargetServer(run, heads, least=LEAST_ANSWERS) as server:
+            run_stages(run, stages(server), write_auto_page)
 
 
 def refit(
@@ -94,22 +112,20 @@ def refit(
     ] = "",
     traffic: Annotated[str, HEAD(help="What was served: JSONL of requests with their responses, or of chats.")],
     replay: Annotated[str, HEAD(help="JSONL of rows that the head was trained on, so that it does not forget.")] = "",
-    replay_share: Annotated[
-        float, HEAD(help="Share of the --replay rows among the training rows.", min=0.0, max=0.9)
-    ] = 0.5,
-    temperature: Annotated[
-        float | None,
-        HEAD(help="Temperature of the served answers; default: as the rows say, else estimated.", min=0.0),
-    ] = None,
     max_length: Annotated[
         int, HEAD(help="Maximum number of tokens per conversation; longer ones are cut.", min=16)
     ] = 2048,
+    engine: EngineName = "headstart",
+    engine_python: EnginePython = "",
+    engine_args: EngineArgs = "",
+    concurrency: Concurrency = None,
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 30m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for refit.html, refit.json and everything else that the run writes.")],
     seed: Seed = 0,
     dtype: Dtype = "",
     device: Device = "",
     launcher: Launcher = "",
+    verbose: Verbose = False,
 ) -> None:
     """Train a deployed head further on the traffic that it serves, or report that this would gain nothing.
 
@@ -117,19 +133,19 @@ def refit(
     Example:
       headstart refit --target MODEL --head HEAD --traffic logs.jsonl --replay old.jsonl --budget 30m --output DIR
 
-    The run finds answers that the target did not write, and leaves them out. It reports by domain and week how well the
-    head drafts the rest. It trains the head further, with old rows among the new ones, and goes only as far from the
-    old weights as old rows allow. It recommends the new head if that drafts better on held-out conversations and not
-    worse on old ones. Run the same command again to resume a run that was killed. refit.json has all decisions with
-    their figures.
+    The run trains the head further on the logged conversations, with old rows among the new ones. It recommends the new
+    head if that drafts better on held-out conversations and not worse on old ones. Run the same command again to resume
+    a run that was killed. refit.json has all decisions with their figures.
     """
-    from ...heads.loading import default_device
-    from .clock import parse_budget
+    from ...targets.loading import default_device
     from .page import write_refit_page
-    from .reading import RefitRun
-    from .refit import REFIT
-    from .session import RefitSettings, files_digest, run_stages, target_dtype
+    from .refit import RefitRun, stages
+    from .running.clock import parse_budget
+    from .running.session import RefitSettings, files_digest, run_stages, target_dtype
+    from .target_server import TargetServer
 
+    by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
+    check_concurrency(by, concurrency)
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -138,15 +154,21 @@ def refit(
         adapter=adapter,
         traffic=traffic,
         replay=replay,
-        replay_share=replay_share,
-        temperature=temperature,
         max_length=max_length,
         budget=parse_budget(budget),
         dtype=target_dtype(target, device, dtype),
         device=device,
         launcher=launcher,
         seed=seed,
+        engine=by,
+        concurrency=concurrency or [1],
         rows=files_digest([path for path in (traffic, replay, *weights, target, adapter) if path]),
     )
-    with RefitRun.open(output, settings) as run:
-        run_stages(run, REFIT, write_refit_page)
+    with RefitRun.open(output, settings, is_verbose=verbose) as run, TargetServer(run, run.heads) as server:
+        run_stages(run, stages(server), write_refit_page)
+
+
+def check_concurrency(engine: "EngineSetting", concurrency: list[int] | None) -> None:
+    """Raises BadInput where no server is named to have that many questions in flight."""
+    if engine.is_ours and concurrency:
+        raise BadInput("--concurrency: goes with another --engine than headstart")

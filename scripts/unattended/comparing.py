@@ -1,170 +1,157 @@
-"""The heads of a refit: the old one, those between it and the trained one, and the new one; which of them is offered.
+"""How many rounds two heads take for the same answers, and whether the new one is offered in place of the old one.
 
-What a head learns on new rows costs it something on old ones. Weights between the two lose less of the old than they
-give up of the new (interpolated weights: Wortsman 2022, WiSE-FT, arXiv 2109.01903); how far to go is chosen on
-validation rows. The new head is offered if it is better on held-out new traffic and no worse on old rows.
+The target reads each held-out conversation once, and both heads draft its answers greedily. The new head is offered if
+it is better on new traffic and no worse on old rows.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from shlex import quote
 
 import torch
 
-from ...data_pipelines.traffic import ServedChat
-from ...eval.measurement.metrics import LEAST_TIMED, ratio_and_interval, rounded
-from ...eval.report.one_result import grouped
-from ...heads.base import DraftHead
-from ...heads.folder import config_of, read_record, read_tensors, save_head
-from ...heads.registry import head_class, start_head
-from ...heads.target import Target
-from .held_out import NEW, OLD, Keyed
-from .journal import Compared, Decision, DriftPart, Share
-from .reading import RowReading
+from ...base.errors import BadInput
+from ...data_pipelines.loader import collate
+from ...data_pipelines.masks.chat import encode_row
+from ...data_pipelines.rows.config import DataConfig
+from ...data_pipelines.rows.samples import Sample
+from ...data_pipelines.rows.sources import Row
+from ...data_pipelines.rows.traffic import ServedChat
+from ...data_pipelines.storage.shard_file import StoredSample
+from ...eval.figures.metrics import LEAST_TIMED, Acceptance, expected_acceptance, ratio_and_interval, rounded
+from ...eval.report.results.drafter_words import served_words
+from ...eval.report.results.one_result import grouped
+from ...eval.report.served_page import sentences
+from ...eval.served.result import ServedResult, lower_end_among
+from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...targets.target import Target
+from .held_out import NEW, OLD
+from .running.journal import Compared, Decision
 
-SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the way from the old head's weights to the trained ones
-KEPT = 0.995  # smallest ratio on old validation rows: a few rows alone cannot tell 1 % from nothing
-
-ALL = "all"  # domains, weeks
-
+BATCH_TOKENS = 4096  # tokens per batch, padding included
+ALL = "all"  # domains
 LEAST_GAIN = 1.02  # on new traffic the interval of the ratio must lie above this for the new head to be offered
 MOST_LOSS = 0.99  # smallest ratio on old rows for which it is offered
-LEAST_COVERED = 0.95  # share of the tokens in the draft vocabulary below which a head should be trained anew
 STAYS = "Nothing is to be won: the old head stays"
 FORGETS = "The old head stays: the new one drafts new traffic better, but old traffic worse"
 
 
-# Heads between the old one and the trained one
+@dataclass(frozen=True)
+class DraftedRow:
+    """A row whose answers several heads drafted: of each head the rounds, and the tokens that they committed."""
+
+    row: ServedChat
+    rounds: list[int]
+    committed: list[int]
+
+
+def as_samples(rows: Iterable[ServedChat], target: Target, max_length: int) -> list[tuple[ServedChat, Sample]]:
+    """The rows with their tokens, cut to max_length; rows that the target cannot be given are left out."""
+    config, found = DataConfig(train="", max_length=min(max_length, target.num_positions)), []
+    for row in rows:
+        try:
+            samples = encode_row(Row(row.row, row.origin), target.tokenizer, config, target.vocab_size)
+        except BadInput:
+            continue
+        if samples:  # of several sequences, the one with most answer tokens
+            found.append((row, max(samples, key=lambda sample: int(sample.loss_mask.sum()))))
+    return found
 
 
 @torch.no_grad()
-def head_between(old: str, trained: str, target: Target, share: float) -> DraftHead:
-    """A head in fp32 whose weights are `share` of the way from the old head's to the trained one's.
+def draft_rows(
+    target: Target,
+    heads: Sequence[DraftHead],
+    rows: Sequence[tuple[ServedChat, Sample]],
+    *,
+    check_stop: Callable[[], None] = lambda: None,
+) -> list[DraftedRow]:
+    """Each of the heads drafts the answers of the rows, as many tokens at a time as the first one drafts by default.
 
-    Args: old: any head folder or hub id. trained: a folder that `headstart train` wrote; it drafts what the old one
-        does, or more (`start_head`).
+    The target reads a row once, and all heads read the same features.
+
+    Args: check_stop: called before each batch; it may raise SystemExit.
     """
-    record, (tensors, ids) = read_record(trained), read_tensors(trained)
-    config = config_of(record, head_class(record.family).config_class)
-    head = start_head(config, target, old, draft_token_ids=ids)
-    for name, value in head.state_dict().items():
-        value.lerp_(tensors[name].to(value), share)
-    return head
+    left, drafted = sorted(rows, key=lambda row: len(row[1])), list[DraftedRow]()
+    num_draft = min(heads[0].num_depths, heads[0].default_draft_tokens)
+    while left:
+        check_stop()
+        size = max(BATCH_TOKENS // len(left[-1][1]), 1)  # the longest first
+        part, left = left[-size:], left[:-size]
+        batch = collate([StoredSample(sample) for _, sample in part]).to(target.device).filled(heads[0].read_target)
+        counted = [acceptance_of(head, batch, num_draft) for head in heads]
+        for (row, _), *of_row in zip(part, *counted, strict=True):
+            drafted.append(DraftedRow(row, [one.num_rounds for one in of_row], [one.num_committed for one in of_row]))
+    return drafted
 
 
-def write_between(old: str, trained: str, target: Target, share: float, folder: Path) -> Path:
-    """Writes `head_between` as a head folder, with how the trained one was trained and `share`; returns the folder."""
-    training = {**(read_record(trained).training or {}), "share": share}
-    return save_head(head_between(old, trained, target, share), folder, training=training)
+def acceptance_of(head: DraftHead, batch: DraftBatch, num_draft_tokens: int) -> list[Acceptance]:
+    """What each row of a batch accepts of a head's greedy drafts."""
+    found, counted = head.loss(batch, num_depths=num_draft_tokens), []
+    for i in range(len(batch.input_ids)):
+        start = ChainStarts(found.starts.positions[i : i + 1], found.starts.valid[i : i + 1])
+        counted.append(expected_acceptance(start, found.hits[i : i + 1], num_draft_tokens=num_draft_tokens))
+    return counted
 
 
-def share_of(share: float, readings: Sequence[RowReading]) -> Share:
-    """The journal's entry for a head that read the validation rows."""
-    new, old = ([reading for reading in readings if reading.key.startswith(side)] for side in (NEW, OLD))
-    return Share(share, tokens_per_round(new), tokens_per_round(old))
+def compare_by_domain(traffic: str, drafted: Sequence[DraftedRow]) -> list[Compared]:
+    """Compares two heads on all rows, then by domain. Args: traffic: NEW or OLD."""
+    both = [one for one in drafted if all(one.rounds)]
+    domains = grouped((one for one in both if one.row.domain), lambda one: one.row.domain or ALL)
+    return [compare(traffic, domain, group) for domain, group in [(ALL, both), *sorted(domains.items())]]
 
 
-def is_enough(rows: Keyed, *, has_old: bool) -> bool:
-    """Whether there are enough validation rows of each side to choose by."""
-    sides = (NEW, OLD) if has_old else (NEW,)
-    return all(sum(key.startswith(side) for key in rows) >= LEAST_TIMED for side in sides)
-
-
-def best_share(shares: Sequence[Share]) -> float:
-    """The share with the longest acceptance on new rows among those that keep what the old head has on old rows.
-
-    Args: shares: of 0, the old head, and of all SHARES.
-    Returns the smallest share if none keeps it.
-    """
-    before = next(head for head in shares if head.share == 0)
-    others = [head for head in shares if head.share > 0 and head.new is not None]
-    keeping = [head for head in others if before.old is None or (head.old or 0.0) >= KEPT * before.old]
-    return max(keeping, key=lambda head: head.new or 0.0).share if keeping else min(SHARES)
-
-
-# Drift and comparison
-
-
-def drift_of(name: str, rows: Keyed, readings: Mapping[str, RowReading]) -> list[DriftPart]:
-    """Acceptance of the old head on all rows that were read, then by domain and week for rows that name one.
-
-    Args: name: NEW or OLD. readings: by key, with the old head.
-    """
-    read = [(row, readings[key]) for key, row in rows.items() if key in readings]
-    named = grouped((pair for pair in read if pair[0].domain or pair[0].week), domain_and_week)
-    groups = [((ALL, ALL), read), *sorted(named.items())] if read else []
-    return [drift_part(name, *group, [reading for _, reading in pairs]) for group, pairs in groups]
-
-
-def domain_and_week(pair: tuple[ServedChat, RowReading]) -> tuple[str, str]:
-    return pair[0].domain or ALL, pair[0].week or ALL
-
-
-def drift_part(name: str, domain: str, week: str, group: Sequence[RowReading]) -> DriftPart:
-    """The journal's entry for a group of rows."""
-    tokens = sum(reading.tokens for reading in group)
-    covered = rounded(sum(reading.covered for reading in group) / tokens) if tokens else None
-    return DriftPart(name, domain, week, len(group), tokens, tokens_per_round(group), covered)
-
-
-def tokens_per_round(readings: Sequence[RowReading]) -> float | None:
-    """Tokens per round of all of them; None without a round."""
-    rounds = sum(reading.rounds for reading in readings)
-    return rounded(sum(reading.committed for reading in readings) / rounds) if rounds else None
-
-
-def compare_by_domain(
-    name: str, rows: Keyed, before: Mapping[str, RowReading], after: Mapping[str, RowReading]
-) -> list[Compared]:
-    """Compares two heads on the rows that were read with both: on all of them, then by domain.
-
-    Args: name: NEW or OLD. before, after: readings by key, with the old head and with the new one.
-    """
-    both = [(row, before[key], after[key]) for key, row in rows.items() if key in before and key in after]
-    both = [(row, old, new) for row, old, new in both if old.rounds and new.rounds]
-    domains = grouped((read for read in both if read[0].domain), lambda read: read[0].domain or ALL)
-    return [compare(name, domain, group) for domain, group in [(ALL, both), *sorted(domains.items())]]
-
-
-def compare(name: str, domain: str, read: Sequence[tuple[ServedChat, RowReading, RowReading]]) -> Compared:
-    """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike.
-
-    Args: read: rows, read with the old head and with the new one.
-    """
-    if not read:
-        return Compared(name, domain, 0, None, None, None, [None, None])
-    conversations = grouped(read, lambda each: each[0].question).values()
-    before = [sum(old.rounds for _, old, _ in rows) for rows in conversations]
-    after = [sum(new.rounds for _, _, new in rows) for rows in conversations]
+def compare(traffic: str, domain: str, drafted: Sequence[DraftedRow]) -> Compared:
+    """The ratio of target forwards on some rows; its interval is over conversations, as answers of one are alike."""
+    if not drafted:
+        return Compared(traffic, domain, 0, None, None, None, [None, None])
+    conversations = grouped(drafted, lambda one: one.row.question).values()
+    before, after = ([sum(one.rounds[head] for one in rows) for rows in conversations] for head in (0, 1))
     ratio, interval = ratio_and_interval(before, after)
-    lengths = (tokens_per_round([old for _, old, _ in read]), tokens_per_round([new for _, _, new in read]))
-    return Compared(name, domain, len(before), *lengths, rounded(ratio), [rounded(end) for end in interval])
+    return Compared(
+        traffic,
+        domain,
+        conversations=len(before),
+        before=rounded(sum(one.committed[0] for one in drafted) / sum(before)),
+        after=rounded(sum(one.committed[1] for one in drafted) / sum(after)),
+        ratio=rounded(ratio),
+        interval=[rounded(end) for end in interval],
+    )
 
 
-# The decision
-
-
-def decide_between(compared: Sequence[Compared], *, head: str, new_head: str, adapter: str = "") -> Decision:
+def decide_between(
+    compared: Sequence[Compared], *, head: str, new_head: str, adapter: str = "", served: Sequence[ServedResult] = ()
+) -> Decision:
     """Decides between the old head and the new one.
 
     Args:
         compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
         head, new_head, adapter: folders, for the commands.
+        served: the new head beside the old one in the server; if there are any, they say which is better on new
+            traffic.
     """
     whole = {part.traffic: part for part in compared if part.domain == ALL}
-    new, old = whole["new"], whole.get("old")
+    new, old = whole[NEW], whole.get(OLD)
     cautions: list[str] = []
     if new.ratio is None or new.conversations < LEAST_TIMED:
         few = f"{new.conversations} conversations could be compared, {LEAST_TIMED} are the least."
         return Decision(False, STAYS, [few], cautions)
-    reasons = [f"On new traffic: {ratio_in_words(new)}."]
+    reasons = [*sentences(served), f"On new traffic: {ratio_in_words(new)}."]
     low = new.interval[0] or 0.0
+    wrong = [one for one in served if one.texts and one.texts.num_wrong]
+    cautions += [f"Texts of {served_words(one.drafter)} are not the target's own." for one in wrong]
+    if served:  # faster under a load, and slower under none
+        low = max(lower_end_among(one, len(served)) for one in served)
+        low = 0.0 if wrong or any((one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
     is_better = low > LEAST_GAIN
     if not is_better:
         least = f", but not shown to be by the {100 * (LEAST_GAIN - 1):.0f} % that a new deployment is worth"
         reasons.append(f"That is better{least}." if low > 1 else "That is not shown to be better.")
     keeps = True
-    if old is not None and old.ratio is not None:
+    if old is not None and (old.ratio is None or old.conversations < LEAST_TIMED):
+        few = f"On old traffic {old.conversations} conversations could be compared, {LEAST_TIMED} are the least"
+        cautions.append(f"{few}: what the new head loses on it is not known.")
+    elif old is not None and old.ratio is not None:
         keeps = old.ratio >= MOST_LOSS
         reasons.append(f"On old traffic: {ratio_in_words(old)}" + ("." if keeps else ", a loss of more than 1 %."))
         if keeps and (old.interval[0] is None or old.interval[0] < MOST_LOSS):
@@ -195,15 +182,3 @@ def ratio_in_words(compared: Compared) -> str:
         f"{compared.ratio:.3f} [{low}, {high}] times the tokens per forward, {lengths}, over "
         f"{compared.conversations} conversations"
     )
-
-
-def coverage_cautions(drift: Sequence[DriftPart]) -> list[str]:
-    """A caution if the draft vocabulary covers too little of the new traffic. Args: drift: of a head that keeps it."""
-    return [
-        f"The head can draft {part.covered:.0%} of the tokens of new traffic, by its draft vocabulary: a head trained "
-        "anew with a larger one (headstart auto) may gain more."
-        for part in drift
-        if (part.traffic, part.domain, part.week) == ("new", ALL, ALL)
-        and part.covered is not None
-        and part.covered < LEAST_COVERED
-    ]

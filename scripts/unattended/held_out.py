@@ -5,25 +5,24 @@ Rows that were asked the same first question stay together, so that nothing is l
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import BadInput
-from ...configs.files import write_text
+from ...base.errors import BadInput
+from ...base.files import write_text
 from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
-from ...data_pipelines.sources import iter_rows
-from ...data_pipelines.traffic import ServedChat
-from ...eval.measurement.metrics import LEAST_TIMED
-from ...heads.chat.messages import plain_text
-from ...heads.chat.rows import VARIABLES, answer_in, known_keys
+from ...data_pipelines.rows.sources import iter_rows
+from ...data_pipelines.rows.traffic import ServedChat
+from ...eval.figures.metrics import LEAST_TIMED
+from ...targets.chat.messages import ROLES, plain_text
+from ...targets.chat.rows import VARIABLES, answer_in, known_keys
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
 MOST_CONVERSATIONS = 64  # held out by refit
 LEAST_QUESTIONS = 3 * LEAST_TIMED  # as a third is held out, and a confidence interval needs LEAST_TIMED
-MOST_VALIDATION = 16  # rows of each side for the validations of refit's training, and for the choice behind it
+MOST_VALIDATION = 16  # rows of each side for the validations of refit's training
 
 
 def held_out_questions(
@@ -74,7 +73,7 @@ def plain(question: str) -> str:
 
 
 def split_prompts(
-    prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int
+    prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int, is_plain: bool = False
 ) -> tuple[int, int, int]:
     """Splits the prompts into held-out ones and ones for the target to answer, and selects the chats to learn from.
 
@@ -83,7 +82,7 @@ def split_prompts(
 
     Args:
         chats: file of answered rows; empty: none.
-        most: prompts that are held out.
+        most: prompts that are held out. is_plain: whether the target continues plain prompts, without a chat template.
 
     Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
     Raises BadInput if there are too few different prompts, or chats of which none has an answer.
@@ -91,7 +90,7 @@ def split_prompts(
     rows = list(read_asked(prompts))
     once = {asked.question: asked for asked in {plain(asked.question): asked for asked in rows}.values()}
     held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
-    write_rows(folder / "held_out.jsonl", [held_out_row(once[question]) for question in held_out])
+    write_rows(folder / "held_out.jsonl", [held_out_row(once[question], is_plain=is_plain) for question in held_out])
     write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
     if chats:
         given, never = list(read_asked(chats)), set(map(plain, held_out))
@@ -102,10 +101,13 @@ def split_prompts(
     return len(held_out), len(asked), len(rows) - len(once)
 
 
-def held_out_row(asked: PromptRow) -> dict[str, Any]:
+def held_out_row(asked: PromptRow, *, is_plain: bool) -> dict[str, Any]:
     """A row for `headstart eval --prompts`, with its domain if it has one."""
     domain = {key: asked.row[key] for key in ("category", "domain") if isinstance(asked.row.get(key), str)}
-    return {"messages": json.loads(asked.question), **asked.told, **domain}
+    messages = json.loads(asked.question)
+    if is_plain and [message["role"] for message in messages] == ["user"] and not asked.told:
+        return {"prompt": messages[0]["content"], **domain}
+    return {"messages": messages, **asked.told, **domain}
 
 
 def is_answered(row: dict[str, Any]) -> bool:
@@ -113,7 +115,7 @@ def is_answered(row: dict[str, Any]) -> bool:
     data = known_keys(row)
     messages = data.get("messages") or data.get("conversations") or [{}]
     last = messages[-1]
-    return last.get("role", last.get("from")) in ("assistant", "gpt") or bool(answer_in(data))
+    return ROLES.get(str(last.get("role", last.get("from")))) == "assistant" or bool(answer_in(data))
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -122,16 +124,16 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 # Conversations, of `headstart refit`
 
-NEW, OLD = "new", "old"  # prefixes of keys
-Keyed = dict[str, ServedChat]  # rows by key, in the order in which they are read
+NEW, OLD = "new", "old"  # traffic and replay
 
 
 @dataclass(frozen=True)
 class Parts:
     """The rows of one side: of the new traffic, or the old rows."""
 
-    held_out: Keyed  # never trained on, nor is any row with the same first question
-    rest: Keyed
+    held_out: list[ServedChat]  # never trained on, nor is any row with the same first question
+    validation: list[ServedChat]  # for the training's validations: a fifth of the others, at most MOST_VALIDATION
+    rest: list[ServedChat]
 
 
 def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> tuple[Parts, Parts]:
@@ -145,36 +147,19 @@ def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed:
         return set(held_out_questions(questions, file, "conversations", most=MOST_CONVERSATIONS, seed=seed)[0])
 
     of_new, of_old = chosen("--traffic", new), chosen("--replay", old) if old else set[str]()
-    both = of_new | of_old
-    return keyed_parts(NEW, new, of_new, both, seed=seed), keyed_parts(OLD, old, of_old, both, seed=seed)
+
+    def parts(rows: Sequence[ServedChat], held_out: set[str]) -> Parts:
+        shuffled = list(rows)
+        random.Random(seed).shuffle(shuffled)
+        rest = [row for row in shuffled if row.question not in of_new | of_old]
+        count = min(len(rest) // 5, MOST_VALIDATION)
+        return Parts([row for row in shuffled if row.question in held_out], rest[:count], rest[count:])
+
+    return parts(new, of_new), parts(old, of_old)
 
 
-def keyed_parts(side: str, rows: Sequence[ServedChat], held_out: set[str], both: set[str], *, seed: int) -> Parts:
-    """Both parts of a side, shuffled. Args: held_out: its questions. both: those of both sides."""
-    keyed = [(f"{side}:{i}", row) for i, row in enumerate(rows)]
-    random.Random(seed).shuffle(keyed)
-    rest = {key: row for key, row in keyed if row.question not in both}
-    return Parts({key: row for key, row in keyed if row.question in held_out}, rest)
-
-
-def by_turns(*parts: Keyed) -> Keyed:
-    """Round-robin over the parts, so that a run with time for only some rows reads rows of all parts."""
-    turns = zip_longest(*(part.items() for part in parts))
-    return dict(item for turn in turns for item in turn if item is not None)
-
-
-def validation_of(rows: Mapping[str, ServedChat]) -> Keyed:
-    """The rows for validation: a fifth of the rows, at most MOST_VALIDATION."""
-    return dict(list(rows.items())[: min(len(rows) // 5, MOST_VALIDATION)])
-
-
-def mixed(new: Sequence[ServedChat], old: Sequence[ServedChat], *, replay_share: float, seed: int) -> list[ServedChat]:
-    """The training rows, shuffled: all new rows, and as many old ones as make up `replay_share` of the result.
-
-    Old rows repeat if there are too few.
-    """
-    share = replay_share if old else 0.0
-    count = round(len(new) * share / (1 - share))
-    rows = [*new, *(old[i % len(old)] for i in range(count))]
+def mixed(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> list[ServedChat]:
+    """The training rows, shuffled: all new rows, and as many old ones, which repeat if there are too few."""
+    rows = [*new, *(old[i % len(old)] for i in range(len(new) if old else 0))]
     random.Random(seed).shuffle(rows)
     return rows

@@ -1,7 +1,8 @@
-"""The first stage of `headstart auto`: what a step of the target takes here, and for each candidate a round with its
-drafts and an optimizer step.
+"""The first stages of `headstart auto`: the prompts are split; then what a step of the target takes here, and for each
+candidate a round with its drafts and an optimizer step.
 
-Candidates are measured untrained. Their drafts are wrong, but take the same time as those of a trained head.
+Candidates are measured untrained. Their drafts are wrong, but take the same time as those of a trained head. Where the
+engine's server has the target's layers, rounds are estimated by its rates.
 """
 
 import statistics
@@ -9,39 +10,47 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...configs.errors import BadInput
+from ...base.errors import BadInput
 from ...configs.loader import build
+from ...data_pipelines.served.reading import ServedTarget
+from ...data_pipelines.served.state_server import Gone
+from ...engines.export import check_windowed
+from ...engines.heads import build_head
+from ...engines.servers.setting import OURS
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.replay import default_steps
-from ...eval.drafters.synthetic import expected_length
-from ...eval.measurement.config import MeasureConfig
-from ...eval.measurement.metrics import LEAST_TIMED
-from ...eval.measurement.step_times import StepTable, StepTime, TimedCell, repeated_text
-from ...eval.plan.prediction import steady_speedup
-from ...eval.report.one_result import counted_words
+from ...eval.drafters.registry import set_window
+from ...eval.figures.metrics import LEAST_TIMED
+from ...eval.measurement.disturbance import MOST_OTHERS, ProcessorMeter
+from ...eval.measurement.step_times import TimedCell, interpolate, repeated_text
+from ...eval.plan.prediction import expected_length
+from ...eval.proof.config import MeasureConfig
+from ...eval.report.results.drafter_words import drafter_words
 from ...eval.suites.prompts import load_suite
 from ...heads.base import DraftBatch, DraftHead
-from ...heads.decoders.cpu.build import multiplies_bf16
-from ...heads.decoders.cpu.products import pack_linears
-from ...heads.loading import TargetConfig, release_memory
-from ...heads.registry import build_head
 from ...heads.start.closed_form import num_fitted
-from ...heads.target import Target
-from ...heads.targets.fit import build_skeleton_head
-from ...heads.targets.skeleton import NoSkeleton, load_skeleton
-from ...train.config import TrainConfig
+from ...heads.stored.fit import build_skeleton_head, target_size
+from ...targets.cpu.build import multiplies_bf16
+from ...targets.cpu.packing import pack_linears
+from ...targets.loading import TargetConfig, load_tokenizer
+from ...targets.skeleton import NoSkeleton, load_skeleton
+from ...targets.target import Target
+from ...train.inputs.config import TrainConfig
 from ...train.optim import build_optimizer
-from ...train.speed import synchronize
+from ...train.watching.speed import synchronize
 from .candidates import Candidate, find_candidates, is_served
-from .clock import MACHINE
 from .held_out import MOST_PROMPTS, split_prompts
-from .journal import Machine, Measured, RoundCost, Split
-from .session import AutoRun
-from .steps import start_seconds
+from .in_server import server_of
+from .running.clock import MACHINE
+from .running.journal import Machine, Measured, RoundCost, Split, known
+from .running.session import AutoRun, Settings
+from .running.steps import start_seconds
+from .target_server import TargetServer
 
 MOST_DRAFTED = 5  # tokens; longer chains are not considered
 GENEROUS = 0.8  # acceptance rate of every draft assumed for the bound; short trainings seldom reach it
@@ -49,7 +58,6 @@ LEAST_GAIN = 1.05  # speedup below which a head is not worth training
 # size of a cut vocabulary before there are answers to count: this fraction of the target's, but at least so many tokens
 VOCABULARY_FRACTION = 1 / 16
 LEAST_VOCABULARY = 1024
-MOST_ROWS = 64  # the largest batch that is considered for a load
 TIMED_ROWS = 2  # in the batch of a timed optimizer step
 
 
@@ -61,137 +69,152 @@ class TimedWorkload:
     context: int  # tokens of a row before the timed rounds
     text: Sequence[int]  # token ids from the traffic, to fill rows with
     max_new_tokens: int
+    window: str  # of heads, `--draft-window`
 
 
-def split_and_measure(run: AutoRun) -> Machine:
-    """Splits the prompts, writing `split` into the journal, and measures the machine.
-
-    Raises: BadInput on unusable prompts or targets.
-    """
+def split(run: AutoRun) -> Split:
+    """Splits the prompts. Raises: BadInput on unusable prompts or targets."""
     settings = run.settings
+    most = max(MOST_PROMPTS, LEAST_TIMED * settings.batch_size)
+    is_plain = not load_tokenizer(TargetConfig(path=settings.target)).chat_template
+    counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed, is_plain=is_plain)
+    return Split(*counts, context=workload(run, without_weights(settings)).context)
+
+
+def without_weights(settings: Settings) -> Target:
+    """The target for its tokenizer and its sizes; with weights if it cannot be built without."""
+    try:
+        return load_skeleton(TargetConfig(path=settings.target))
+    except NoSkeleton:
+        return Target.load(settings.target, dtype=settings.dtype)
+
+
+def measure(run: AutoRun, server: TargetServer) -> Machine:
+    """Measures the machine, where the server gives states without the target's layers."""
+    settings, adapter = run.settings, run.settings.adapter or None
     run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * settings.budget)
-    target = Target.load(settings.target, dtype=settings.dtype, device=settings.device)
-    if not target.tokenizer.chat_template:
-        raise BadInput(f"--target {settings.target}: its tokenizer has no chat template")
-    machine = measure_machine(run, target, split_workload(run, target))
-    del target
-    release_memory()
+    machine = server.reading(
+        lambda target: measure_machine(run, target, workload(run, target)),
+        partial(Target.load, settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter),
+    )
+    if not machine.able:
+        server.close()  # nothing is asked of it
     return machine
 
 
-def split_workload(run: AutoRun, target: Target) -> TimedWorkload:
-    """Splits the prompts, writing `split` into the journal; returns what serving the held-out ones is like.
-
-    Raises: BadInput if there are too few prompts, or too few that fit the target.
-    """
-    settings, max_new_tokens = run.settings, run.settings.max_new_tokens
-    most = max(MOST_PROMPTS, LEAST_TIMED * (MOST_ROWS if settings.load else settings.batch_size))
-    counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed)
+def workload(run: AutoRun, target: Target) -> TimedWorkload:
+    """What serving the held-out prompts is like. Raises: BadInput if too few of them fit the target."""
+    max_new_tokens = run.settings.max_new_tokens
     suite = load_suite(run.data / "held_out.jsonl", target, max_new_tokens=max_new_tokens)
     if len(suite.prompts) < LEAST_TIMED:
         failed = suite.failed[0]
         usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
         raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
     context = round(statistics.median(map(len, suite.prompts))) + max_new_tokens // 2
-    run.journal.split = Split(*counts, context=context)
     text = [token for prompt in suite.prompts for token in prompt]
-    work = TimedWorkload(settings.batch_size, context, text, max_new_tokens)
-    if not settings.load:
-        return work
-
-    def step_ms(rows: int) -> float:
-        cell = timed_cell(target, replace(work, batch_size=rows))
-        cell.run()
-        return cell.baseline.round_ms
-
-    rows, is_enough = busy_rows(settings.load, max_new_tokens, step_ms)
-    batch = counted_words(rows, "row")
-    effect = f"keep {batch} busy" if is_enough else f"are more than {batch} can serve without drafts"
-    run.say(f"  {settings.load:g} requests per second {effect}")
-    return replace(work, batch_size=rows)
+    return TimedWorkload(run.settings.batch_size, context, text, max_new_tokens, run.settings.draft_window)
 
 
 def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machine:
     """Measures the baseline and the candidates in their order, as many as there is time for, and one that may pay."""
-    cell = timed_cell(target, work)
-    for _ in range(2):
-        cell.run()
+    until = run.clock.used + MACHINE * run.settings.budget
     try:
         skeleton = load_skeleton(TargetConfig(path=target.name))
     except NoSkeleton:
         skeleton = None
-    measured: list[Measured] = []
-    for candidate in find_candidates(run.settings.engine):
-        run.check_stop()
-        is_late = run.clock.used > MACHINE * run.settings.budget
-        if is_late and any(not earlier.out for earlier in measured):
+    if isinstance(target, ServedTarget):
+        rows = run.settings.concurrency[0]
+        step_ms = 1000 * rows / known(server_of(run)).tokens_per_second[0]
+        costs_of = partial(served_costs, known(skeleton), num_rows=rows, step_seconds=step_ms / 1000)
+    else:
+        cell = timed_cell(target, work, run.check_stop)
+        for _ in range(2):
+            cell.run()
+        step_ms, costs_of = cell.baseline.round_ms, lambda head, _: round_costs(target, head, work, run.check_stop)
+    measured, meter = list[Measured](), ProcessorMeter()
+    for candidate in find_candidates(run.settings.engine.name):
+        if run.clock.used > until and any(not earlier.out for earlier in measured):
             measured.append(Measured(candidate.name, out="there was no time to measure it"))
             continue
-        speed = measure_candidate(target, skeleton, candidate, work, engine=run.settings.engine)
-        run.say(f"  {speed.name}: {speed.out or f'speedup up to {speed.bound:.2f}'}")
+        with meter:
+            speed = measure_candidate(
+                target, skeleton, candidate, work, costs_of, engine=run.settings.engine.name, check_stop=run.check_stop
+            )
+        run.say(f"  {drafter_words(speed.name)}: {speed.out or f'speedup up to {speed.bound:.2f}'}")
         measured.append(speed)
+    others = 0.0 if isinstance(target, ServedTarget) else meter.others() or 0.0  # beside it the server works
+    if others > MOST_OTHERS:
+        run.say(f"warning: other processes took {others:.0%} of the processor: a plan from such times may be far off")
     return Machine(
-        round(cell.baseline.round_ms, 3),
+        round(step_ms, 3),
         work.batch_size,
         str(target.dtype).removeprefix("torch."),
         str(target.device),
-        start_seconds=round(start_seconds(), 1),
+        start_seconds=round(start_seconds(run.check_stop), 1),
         start_tokens=num_fitted(target.hidden_size),
         candidates=measured,
     )
 
 
 def timed_cell(
-    target: Target, work: TimedWorkload, head: DraftHead | None = None, settings: Sequence[DraftSetting] = ()
+    target: Target,
+    work: TimedWorkload,
+    check_stop: Callable[[], None],
+    head: DraftHead | None = None,
+    settings: Sequence[DraftSetting] = (),
 ) -> TimedCell:
     """What times baseline steps, and rounds of a head, for this workload."""
-    how = {"batch_size": work.batch_size, "context": work.context, "text": work.text}
-    return TimedCell(target, head, list(settings), MeasureConfig(steps=default_steps(target.device)), **how)
-
-
-def busy_rows(load: float, num_tokens: int, step_ms: Callable[[int], float]) -> tuple[int, bool]:
-    """The batch size that a load leads to without drafts.
-
-    By Little's law, the rows in service are the arrival rate times the seconds in service, and these grow with the
-    number of rows.
-
-    Args:
-        load: requests per second.
-        num_tokens: of each answer.
-        step_ms: milliseconds of a step of the target, by number of rows.
-
-    Returns the number of rows, and whether MOST_ROWS rows are enough for the load.
-    """
-    rows = 1
-    while True:
-        busy = load * num_tokens * step_ms(rows) / 1000
-        if busy <= rows:
-            return max(1, round(busy)), True
-        if rows == MOST_ROWS:
-            return MOST_ROWS, False
-        rows *= 2
+    return TimedCell(
+        target,
+        head,
+        settings,
+        MeasureConfig(steps=default_steps(target.device)),
+        batch_size=work.batch_size,
+        context=work.context,
+        text=work.text,
+        on_round=check_stop,
+    )
 
 
 def measure_candidate(
-    target: Target, skeleton: Target | None, candidate: Candidate, work: TimedWorkload, *, engine: str
+    target: Target,
+    skeleton: Target | None,
+    candidate: Candidate,
+    work: TimedWorkload,
+    costs_of: Callable[[DraftHead, float], list[RoundCost]],
+    *,
+    engine: str,
+    check_stop: Callable[[], None],
 ) -> Measured:
     """Measures one candidate. `out` says why it is excluded: it does not fit the target or the engine, or cannot pay.
 
-    Args: skeleton: the target without weights; None if there is none.
+    Args: skeleton: the target without weights; None if there is none. costs_of: of a head's rounds, told the seconds in
+        which the target reads a token. check_stop: called meanwhile; it may raise SystemExit.
     """
+    check_stop()
     name = candidate.name
     if not is_served(candidate, engine, target.name):
         return Measured(name, out=f"{engine} does not load heads of this family with this target")
+    if isinstance(target, ServedTarget) and candidate.head.reads_layers:
+        return Measured(name, out="it reads the target's layers, which are in the server")
     try:
         if skeleton is not None and build_skeleton_head(candidate.head, skeleton).adapts_target:
             raise BadInput("it changes the target's weights, and with them the text")
         config = candidate.with_vocabulary(assumed_vocabulary(target)).head
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         head = build_head(config, target, draft_token_ids=ids)
+        if work.window:
+            set_window(head, work.window)
+            if engine != OURS:
+                check_windowed(head.method, head.config.as_dict(), work.window, to=engine)
         parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
         row_length = work.context + work.max_new_tokens // 2
-        step, token = measure_step(target, head, candidate.train, work.text, row_length=row_length)
-        costs = round_costs(target, head, work)
+        step, token = measure_step(
+            target, head, candidate.train, work.text, row_length=row_length, check_stop=check_stop
+        )
+        costs = costs_of(head, token)
+    except Gone:
+        raise
     except BadInput as error:
         return Measured(name, out=str(error))
     num_draft_tokens, bound = predict_length([GENEROUS], costs)
@@ -214,14 +237,38 @@ def assumed_vocabulary(target: Target) -> int | None:
     return size if size < target.vocab_size else None
 
 
-def round_costs(target: Target, head: DraftHead, work: TimedWorkload) -> list[RoundCost]:
-    """Costs of rounds with the shortest chain, the longest one and one in between, relative to the baseline."""
+def round_costs(
+    target: Target, head: DraftHead, work: TimedWorkload, check_stop: Callable[[], None]
+) -> list[RoundCost]:
+    """Costs of rounds, relative to the baseline."""
     head = ready(head, target)
-    longest = min(head.max_draft_tokens or max(head.num_depths, head.default_draft_tokens), MOST_DRAFTED)
-    cell = timed_cell(target, work, head, [chain(length) for length in sorted({1, (longest + 1) // 2, longest})])
+    cell = timed_cell(target, work, check_stop, head, [chain(length) for length in lengths(head)])
     cell.run()
     base = cell.baseline.round_ms
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
+
+
+def served_costs(
+    skeleton: Target, head: DraftHead, token_seconds: float, *, num_rows: int, step_seconds: float
+) -> list[RoundCost]:
+    """Estimated costs of rounds in a server, which is limited by reading weights: a pass of the head takes as much of a
+    step as its weights are of the target's, and a token that is verified as long as one of a prompt.
+
+    Args: token_seconds: of a prompt, in the server. num_rows, step_seconds: of a step without drafts."""
+    size, num_weights = target_size(skeleton), sum(parameter.numel() for parameter in head.parameters())
+    if not any(len(parameter) == head.num_drafted for parameter in head.parameters() if parameter.ndim):
+        num_weights += skeleton.output_layer.weight.numel()  # it has no output layer of its own
+    read = size.layers + max(size.embedding, size.output)  # of a tied table, the embedding's bytes
+    drafting = num_weights * skeleton.dtype.itemsize / read
+    verifying = num_rows * token_seconds / step_seconds
+    passes = {length: 1 if head.max_draft_tokens else length for length in lengths(head)}
+    return [RoundCost(k, round(1 + num * drafting + k * verifying, 4)) for k, num in passes.items()]
+
+
+def lengths(head: DraftHead) -> list[int]:
+    """The shortest chain, the longest one and one in between."""
+    longest = min(head.max_draft_tokens or max(head.num_depths, head.default_draft_tokens), MOST_DRAFTED)
+    return sorted({1, (longest + 1) // 2, longest})
 
 
 def ready(head: DraftHead, target: Target) -> DraftHead:
@@ -234,26 +281,26 @@ def ready(head: DraftHead, target: Target) -> DraftHead:
 def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
     """The chain length with the highest predicted speedup, the shortest of equal ones, and that speedup.
 
-    Lengths go up to the longest measured one; between measured ones, costs are interpolated (eval/plan).
+    Lengths go up to the longest measured one; between measured ones, costs are interpolated. The speedup of rows that
+    are all busy is that of `steady_speedup`.
 
     Args: rates: acceptance rate by draft position, the last one for all further positions; None (never reached) is 0.
     """
-
-    def time_of(setting: DraftSetting | None, steps: float) -> StepTime:  # a baseline step takes 1 ms
-        return StepTime.of(setting, batch_size=1, context=0, verify_ms=steps)
-
-    drafted = [time_of(chain(cost.num_draft_tokens), cost.steps) for cost in costs]
-    times, known = StepTable((time_of(None, 1.0), *drafted)), [rate or 0.0 for rate in rates]
-    speedups = {
-        k: round(steady_speedup(chain(k), expected_length(known, k), times, batch_size=1, context=0), 4)
-        for k in range(1, max(cost.num_draft_tokens for cost in costs) + 1)
-    }
+    reached, steps = [rate or 0.0 for rate in rates], [(cost.num_draft_tokens, cost.steps) for cost in costs]
+    longest = max(num_draft_tokens for num_draft_tokens, _ in steps)
+    speedups = {k: round(expected_length(reached, k) / interpolate(steps, k), 4) for k in range(1, longest + 1)}
     best = max(speedups, key=lambda k: (speedups[k], -k))
     return best, speedups[best]
 
 
 def measure_step(
-    target: Target, head: DraftHead, train: dict[str, Any], text: Sequence[int], *, row_length: int
+    target: Target,
+    head: DraftHead,
+    train: dict[str, Any],
+    text: Sequence[int],
+    *,
+    row_length: int,
+    check_stop: Callable[[], None],
 ) -> tuple[float, float]:
     """Seconds of an optimizer step (the target's forward, the head's forward and backward, the update), and of the
     target's forward per token.
@@ -263,7 +310,7 @@ def measure_step(
     Args:
         train: the `train` section of a run config.
         text: token ids to fill the rows with, repeated as often as needed.
-        row_length: tokens per row.
+        row_length: tokens per row. check_stop: called between the parts; it may raise SystemExit.
     """
     pack_linears(target.base)  # as training does
     config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
@@ -271,9 +318,11 @@ def measure_step(
     tokens = repeated_text(text, 0, TIMED_ROWS * row_length)
     rows = torch.tensor(tokens, device=target.device).view(TIMED_ROWS, row_length)  # [B, T]
     forward_backward(target, head, rows[:1, : min(row_length, 16)])  # warm-up
+    check_stop()
     started = time.perf_counter()
     reading = forward_backward(target, head, rows)
     batch_seconds = time.perf_counter() - started
+    check_stop()
     optimizer.step()  # the first one also allocates the optimizer's state
     started = time.perf_counter()
     optimizer.step()

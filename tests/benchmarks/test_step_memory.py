@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from headstart.benchmarks.bench_train import BARS, LARGE
-from headstart.benchmarks.training_step import LiveBytes, Shape, build_step, estimated_peak, peak_bytes, run_step
+from headstart.benchmarks.training_step import Shape, build_step, estimated_peak, peak_bytes, run_step
 from headstart.heads.nn import kept
 
 pytestmark = pytest.mark.slow
@@ -24,21 +24,6 @@ TOY = Shape(
     batch_size=2,
     depths=3,
 )
-
-
-def test_live_bytes_are_those_of_the_storages_that_live():
-    before = torch.zeros(10)
-    with LiveBytes() as live:
-        live.count(before)
-        kept = torch.ones(100)
-        view = kept[:50]
-        gone = torch.ones(1000)
-        del gone
-        assert live.now == 40 + 400 and live.peak == 40 + 400 + 4000
-        del kept
-        assert live.now == 40 + 400, "a view keeps the whole storage"
-        del view
-    assert live.now == 40
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

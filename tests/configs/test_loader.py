@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from headstart.base.errors import BadInput
 from headstart.configs import loader
-from headstart.configs.errors import BadInput
 from headstart.configs.loader import build, dump_config, read_config, shipped
 
 

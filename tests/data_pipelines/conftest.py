@@ -7,7 +7,7 @@ import pytest
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, is_finished
 from headstart.data_pipelines.storage.features import Reads
 from headstart.data_pipelines.storage.shards import Manifest, read_manifest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "masks" / "templates"
@@ -27,16 +27,30 @@ ADDED = {"qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>"], "deeps
 MERGES = [("Ċ", "Ċ"), (".", "Ċ"), (":", "Ġ"), ("Ġ", "o"), ("o", "k"), ("Ġo", "k"), ("h", "i"), ("Ġ", "hi")]
 
 
-def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """256 bytes and a few merges, which reach across every boundary that is no added token."""
+PIECES = [("\n", "\n"), (".", "\n"), (":", "▁"), ("▁", "o"), ("o", "k"), ("▁o", "k"), ("h", "i"), ("▁", "hi")]
+SPLITS = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KINDS = ("bytes", "words", "numbers", "pieces")  # ways of splitting: of no text, as GPT-2, as Llama 3, as SentencePiece
+
+
+def make_chat_tokenizer(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
+    """256 bytes and a few merges, which reach across every boundary that is no added token and where no kind splits."""
+    merges = PIECES if kind == "pieces" else MERGES
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in MERGES)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    if kind == "pieces":
+        alphabet = [*(f"<0x{byte:02X}>" for byte in range(256)), "\n", "▁", *map(chr, range(33, 127))]
+    vocab = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=kind == "pieces"))
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "words")
+    splits = pre_tokenizers.Split(Regex(SPLITS), "isolated")
+    tokenizer.pre_tokenizer = {
+        "pieces": pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+        "numbers": pre_tokenizers.Sequence([splits, of_bytes]),
+    }.get(kind, of_bytes)
+    of_pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(of_pieces) if kind == "pieces" else decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL[name]])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED.get(name, [])])  # not special ones
-    if name == "llama-3.1":
+    if name == "llama-3.1" and kind != "pieces":
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

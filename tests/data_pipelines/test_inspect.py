@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import typer
-from headstart.configs.errors import BadInput
-from headstart.heads.chat.written_ids import AnswerIds, as_entry, tokenizer_fingerprint
+from headstart.base.errors import BadInput
 from headstart.scripts.data.inspect import inspect
+from headstart.targets.chat.written_ids import AnswerIds, as_entry, tokenizer_fingerprint
 from typer.testing import CliRunner
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -1,22 +1,12 @@
 """The draft vocabulary holds the most frequent supervised tokens, and coverage is their true share."""
 
-from xml.etree import ElementTree
-
 import numpy as np
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.storage.samples import Sample
-from headstart.data_pipelines.vocab import (
-    always_kept,
-    count_supervised,
-    coverage,
-    coverage_curve,
-    covering_size,
-    most_frequent,
-    worthwhile_size,
-)
-from headstart.scripts.data.vocab import coverage_svg
+from headstart.base.errors import BadInput
+from headstart.data_pipelines import vocab
+from headstart.data_pipelines.rows.samples import Sample
+from headstart.data_pipelines.vocab import always_kept, coverage, covering_size, most_frequent, worthwhile_size
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +17,7 @@ def sample(*tokens: int, prompt: tuple[int, ...] = ()) -> Sample:
 
 
 SAMPLES = [sample(7, 7, 7, 5, 5, prompt=(1, 1, 1, 1, 1, 1)), sample(5, 9, 3, 7, prompt=(1, 2))]  # 7: 4, 5: 3, 9 3: 1
-COUNTS = count_supervised(SAMPLES, vocab_size=12)
+COUNTS = vocab.count_supervised(SAMPLES, vocab_size=12)
 
 
 def test_only_supervised_tokens_are_counted() -> None:
@@ -68,20 +58,6 @@ def test_coverage_is_the_share_of_supervised_tokens() -> None:
     assert coverage(COUNTS, most_frequent(COUNTS, size=12)) == 1.0
 
 
-def test_the_curve_is_the_coverage_of_each_size() -> None:
-    curve = coverage_curve(COUNTS, always=[2, 10])
-    assert curve[0][0] == 2 and curve[-1] == (12, 1.0)
-    for size, covered in curve:
-        assert covered == pytest.approx(coverage(COUNTS, most_frequent(COUNTS, size=size, always=[2, 10])))
-
-
-def test_the_plot_is_a_picture() -> None:
-    picture = ElementTree.fromstring(coverage_svg(coverage_curve(COUNTS)))
-    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"1", "4", "16", "tokens in the draft vocabulary"} <= set(texts)
-
-
 @pytest.mark.parametrize(
     ("size", "always", "problem"),
     [
@@ -99,7 +75,7 @@ def test_impossible_sizes_and_ids_are_refused(size: int, always: list[int], prob
 
 def test_a_sample_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(BadInput, match="token id 9 is outside the target's vocabulary of 8"):
-        count_supervised(SAMPLES, vocab_size=8)
+        vocab.count_supervised(SAMPLES, vocab_size=8)
 
 
 def test_coverage_of_nothing_is_refused() -> None:

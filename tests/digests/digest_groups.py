@@ -5,50 +5,46 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from unittest import mock
 
 import torch
 from digest_world import command, content_of, digest_of, files_of, kept, loaded, trained, variants
 
 Tasks = dict[str, Callable[[], Mapping[str, Any]]]  # by the beginning of the names of what each computes
-OF_ANY_SHAPE = "drafter suite suite_digest tree temperature batch_size num_prompts num_tokens lossless".split()
-PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))
 WARM = "--temperature 0.8"
 EVALS = {  # options of `headstart eval`; a head by its variant
-    **{f"trees-{one}": f"--head {one} --tree chain --tree static --tree dynamic --batch-size 3"
-       for one in "eagle eagle3 medusa hydra_pp mtp draft_lm".split()},
-    "single": "--head eagle3 --head mtp --tree chain --tree static --tree dynamic",
-    "optimal": "--head eagle3 --head medusa --tree optimal --batch-size 1 --batch-size 4",
-    "sampled": f"--head eagle3+cut --head hydra {WARM} --tree sampled --tree sampled-chain",
-    "sampled-batches": f"--head eagle3 {WARM} --tree sampled --tree chain --batch-size 4 --seed 3",
-    "truncated": "--head medusa --temperature 1 --top-p 0.8 --top-k 20 --tree chain --tree static",
-    "typical": f"--head eagle3 --accept typical --allow-lossy {WARM} --tree chain --tree static",
-    "adapted": "--head medusa2 --tree chain --tree static",
+    **{f"trees-{one}": f"--head {one} --tree chain --tree dynamic --batch-size 3"
+       for one in "eagle eagle3 medusa mtp draft_lm".split()},
+    "single": "--head eagle3 --head mtp --tree chain --tree dynamic",
+    "sampled": f"--head eagle3+cut --head medusa {WARM} --tree sampled-chain",
+    "sampled-batches": f"--head eagle3 {WARM} --tree sampled-chain --tree chain --batch-size 4 --seed 3",
+    "truncated": "--head medusa --temperature 1 --top-p 0.8 --top-k 20 --tree chain",
+    "adapted": "--head medusa2 --tree chain",
     "stopped": "--head eagle3 --head eagle3+cut --num-draft-tokens 3 --stop w7 --limit 6",
     "lookups": "--drafter ngram --drafter ngram:2 --drafter suffix --batch-size 1 --batch-size 4",
-    "models": "--drafter sparse-self:32 --drafter draft-model:smaller --drafter draft-model:foreign --batch-size 1 "
+    "models": "--drafter draft-model:smaller --batch-size 1 "
               "--batch-size 4",
-    "drafters-warm": f"--drafter ngram --drafter suffix --drafter sparse-self --drafter draft-model:smaller {WARM}",
-    "transformers": "--drafter ngram --drafter draft-model:smaller --head eagle3 --compare transformers",
+    "drafters-warm": f"--drafter ngram --drafter suffix --drafter draft-model:smaller {WARM}",
+    "beside": "--drafter ngram --drafter draft-model:smaller --head eagle3",
 }  # fmt: skip
 PLANS = {
-    "head": "--head eagle3 --tree static:4 --tree dynamic:6 --num-draft-tokens 2 --num-draft-tokens 4",
-    "synthetic": "--synthetic-acceptance 0.8,0.6,0.5 --tree none",
+    "head": "--head eagle3:4 --tree dynamic:6 --num-draft-tokens 2 --num-draft-tokens 4",
+    "lookups": "--drafter suffix",
 }
 RUNS = {  # further ways to train: a config, and keys
-    "packed": 'eagle3 data.layout=packed data.train=chats.jsonl data.segment_weights={"think":0.5}',
+    "weighted": 'eagle3 data.train=chats.jsonl data.segment_weights={"think":0.5}',
     "bucketed": "mtp data.layout=bucketed train.accumulation=2 train.optimizer=muon train.matrix_learning_rate=1e-2",
     "split": "medusa data.max_length=20 data.too_long=split data.turns=last data.train=chats.jsonl",
     "continued": "eagle3 train.start_from=trained/heads-eagle3/final",
     "adapters": "eagle3 train.start_from=trained/heads-eagle3/final train.lora_rank=2",
-    "best": "hydra train.validate_every=2 train.checkpoint_every=3 train.patience=3",
+    "best": "medusa train.validate_every=2 train.checkpoint_every=3 train.patience=3",
     "killed": "eagle train.checkpoint_every=2",
     "shipped-eagle3": "runs/eagle3.yaml head.loss.tv=0.5",
-    "shipped-medusa": 'runs/medusa.yaml head.loss={"lk_lambda":1.0}',
+    "shipped-medusa": 'runs/medusa.yaml head.loss={"tv":1.0}',
 }
-EXPORTS = {"eagle": "vllm sglang", "hass": "vllm sglang", "eagle3": "vllm sglang speculators", "medusa": "vllm hf",
-           "eagle3+cut": "vllm sglang speculators", "medusa2": "vllm hf", "mtp+mimo": "vllm sglang hf",
+EXPORTS = {"eagle": "vllm sglang", "hass": "vllm sglang", "eagle3": "vllm sglang speculators", "medusa": "vllm",
+           "eagle3+cut": "vllm sglang speculators", "medusa2": "vllm", "mtp+mimo": "vllm sglang hf",
            "draft_lm": "vllm sglang hf"}  # fmt: skip
 
 
@@ -57,27 +53,20 @@ def losses() -> Tasks:
 
 
 def losses_of(variant: str) -> dict[str, Any]:
-    """Loss, its depths and its gradients on padded rows, the same with weights, and two texts to a row."""
+    """Loss, its depths and its gradients on padded rows, and the same with weights."""
     from headstart.heads.base import DraftBatch
 
-    (target, head), documents = loaded(variant), get_type_hints(DraftBatch)["documents"].__args__[0]
-    rows = content_of(Path("rows.jsonl"))
+    (target, head), rows = loaded(variant), content_of(Path("rows.jsonl"))
     texts = [torch.tensor(row["input_ids"]) for row in rows]
     masks = [torch.arange(len(row["input_ids"])) >= row["prompt_length"] for row in rows]
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     weights = torch.rand(pad(texts).shape, generator=torch.Generator().manual_seed(3))
-    two, every = [torch.stack([one[:24] for one in some]).view(4, 48) for some in (texts, masks)], torch.arange(48)
-    apart = documents(ids=(every // 24).expand(4, -1), positions=(every % 24).expand(4, -1))
-    found = {}
-    for name, (ids, mask, more) in {
-        "padded": (pad(texts), pad(masks), {}),
-        "weighted": (pad(texts), pad(masks), {"weights": weights}),
-        "packed": (two[0], two[1], {"documents": apart}),
-    }.items():
+    ids, mask, found = pad(texts), pad(masks), {}
+    for name, given in {"padded": None, "weighted": weights}.items():
         torch.manual_seed(0)
         head.train().requires_grad_(True).zero_grad()
-        output = target.forward(ids, feature_layers=tuple(head.feature_layers), documents=more.get("documents"))
-        out = head.loss(DraftBatch(input_ids=ids, loss_mask=mask, output=output, **more))
+        output = target.forward(ids, feature_layers=tuple(head.feature_layers))
+        out = head.loss(DraftBatch(input_ids=ids, loss_mask=mask, output=output, weights=given))
         out.loss.backward()
         gradients = {key: one.grad for key, one in head.named_parameters() if one.grad is not None}
         found[f"{name}/loss"] = out.loss.item()
@@ -89,7 +78,7 @@ def losses_of(variant: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def watched() -> Iterator[list[Any]]:
     """The tokens of every proposal that is made within; copies of the one before do not count."""
-    from headstart.heads.drafting import Proposal
+    from headstart.heads.drafting.trees import Proposal
 
     found: list[Any] = []
     name = "__new__" if issubclass(Proposal, tuple) else "__init__"
@@ -107,25 +96,22 @@ def watched() -> Iterator[list[Any]]:
 
 
 def drafts() -> Tasks:
-    ways = "chain short chain-warm static static-warm dynamic sampled sampled-chain".split()
+    ways = "chain short chain-warm dynamic dynamic-warm sampled-chain".split()
     return {f"{variant}/{way}": partial(drafts_of, variant, way) for variant in variants() for way in ways}
 
 
 def drafts_of(variant: str, way: str) -> dict[str, Any]:
     """Texts of `generate`, what each round drafted and accepted, and the drafted tokens."""
     from headstart.eval.decoding import generate
-    from headstart.heads import drafting
+    from headstart.heads.drafting import trees as drafting
 
     target, head = loaded(variant)
     depth = min(4, head.max_draft_tokens or 4)
-    sampled = getattr(drafting, "SampledTree", partial(drafting.StaticTree, sampled=True))
     how: dict[str, Any] = {"num_draft_tokens": 2} if way == "short" else {}
-    if way.startswith("static"):
-        how["tree"] = drafting.StaticTree(tuple(path for path in PATHS if len(path) <= depth))
-    elif way == "dynamic":
+    if way.startswith("dynamic"):
         how["tree"] = drafting.DynamicTree(num_nodes=10, depth=depth, top_k=4)
-    elif way.startswith("sampled"):
-        how["tree"] = sampled(tuple(one for one in PATHS if len(one) <= depth and (way == "sampled" or not any(one))))
+    elif way == "sampled-chain":
+        how["tree"] = drafting.SampledChain(depth)
     if way.endswith("warm") or way.startswith("sampled"):
         how |= {"temperature": 0.8, "top_p": 0.95, "generator": torch.Generator().manual_seed(7)}
     prompts = [row["input_ids"][: row["prompt_length"]] for row in content_of(Path("rows.jsonl"))[:4]]
@@ -155,18 +141,15 @@ def report_of(name: str) -> dict[str, Any]:
     with watched() as drafted:
         code, _ = command(*asked("eval", words, str(folder)), "--repeats", "2", "--tree-nodes", "8")
     report, rounds = content_of(folder / "report.json"), content_of(folder / "rounds.jsonl")
-    if "optimal" not in words:
-        return {"exit_code": code, "report": report, "rounds": rounds, "drafted": drafted}
-    report["results"] = [{key: one[key] for key in OF_ANY_SHAPE} for one in report["results"]]
-    baseline = [one["rounds"] for one in rounds if one["side"] == "baseline"]
-    return {"exit_code": code, "report": report, "rounds": baseline}
+    return {"exit_code": code, "report": report, "rounds": rounds, "drafted": drafted}
 
 
 def planned_of(name: str) -> dict[str, Any]:
-    """plan.json with the times of a shipped machine."""
-    how = "--machine h100-llama-3.1-8b-vllm --check none --batch-size 1 --batch-size 8".split()
+    """What plan.json says of acceptance, which depends on no time."""
+    how = "--seconds 1e6 --batch-size 1 --batch-size 8".split()
     code, _ = command(*asked("plan", PLANS[name].split(), f"plans/{name}"), *how)
-    return {"exit_code": code, "plan": content_of(Path("plans", name, "plan.json"))}
+    found = json.loads(Path("plans", name, "plan.json").read_text())
+    return {"exit_code": code, **{key: found[key] for key in ("num_prompts", "max_new_tokens", "acceptance")}}
 
 
 def training() -> Tasks:
@@ -203,7 +186,6 @@ def data() -> Tasks:
         "prepare": ("ready", "data prepare data/prepare.yaml sources=[chats.jsonl,odd.jsonl] exclude=[known.jsonl]"
                              " output=ready validation_share=0.3"),
         "regenerate": ("answers", f"data regenerate {answers} output=answers"),
-        "vocab": ("vocab", "data vocab trained/heads-eagle3+cut.yaml --output vocab"),
         **{f"extract-{dtype}": (dtype, f"data extract {run} --storage-dtype {dtype} {alone} {dtype}")
            for dtype in ("8bit", "bfloat16", "float32")},
         "stored": ("stored/final", f"train {run} data.features=8bit train.max_steps=8 train.output_dir=stored"),
@@ -212,8 +194,7 @@ def data() -> Tasks:
 
 
 def written_by(folder: str, words: str) -> dict[str, Any]:
-    for variant in ("heads/eagle3", "heads/eagle3+cut"):
-        trained(variant)  # whose configs the commands name
+    trained("heads/eagle3")  # whose config the commands name
     return {"exit_code": command(*words.split())[0], **files_of(folder)}
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 LEFT_OUT = frozenset(  # timed; of machine and version; prose
-    "seconds draft_seconds verify_seconds tokens_per_second baseline_tokens_per_second ours_tokens_per_second speedup "
-    "speedup_ci95 speedup_p10 speedup_median speedup_p90 end_to_end_speedup ours_over_theirs ours_over_theirs_ci95 "
-    "ttft_ms baseline_ttft_ms time_per_output_token_ms baseline_time_per_output_token_ms timing baseline_bandwidth mfu "
+    "seconds draft_seconds verify_seconds tokens_per_second baseline_tokens_per_second speedup "
+    "speedup_ci95 speedup_p10 speedup_median speedup_p90 "
+    "timing baseline_bandwidth mfu "
     "step_medians disturbance baseline_seconds seconds_loading "
     "data_wait peak_bytes environment version headstart_version transformers_version reason idea problem".split()
 )
@@ -34,14 +34,11 @@ TEMPLATE = (
 EXTRAS: dict[str, dict[str, Any]] = {
     "eagle3+cut": {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True, "num_depths": 3},
     "eagle3+foreign": {"norm_before_residual": True, "norm_before_fc": True, "num_layers": 2, "num_depths": 3},
-    "eagle3+aligned": {"align_top_k": 3, "num_depths": 4, "depth_weights": "exponential"},
-    "eagle3+losses": {"loss_by_depth": [{one: 1.0} for one in "kl reverse_kl topk_ce tv l1".split()], "num_depths": 5},
-    "medusa+losses": {"loss_by_depth": [{one: 1.0} for one in "hard_gce lk_alpha feature".split()], "num_depths": 3},
+    "eagle3+exponential": {"num_depths": 4, "depth_weights": "exponential"},
+    "eagle3+losses": {"loss": {one: 1.0 for one in "kl topk_ce tv l1 greedy_gce feature".split()}},
     "medusa2+tokens": {"self_distillation": False, "target_warmup_steps": 2},
-    "hydra+cut": {"draft_vocab_size": 40},
-    "mtp+mimo": {"layout": "mimo", "num_depths": 2, "feedback": "pre_norm"},
+    "mtp+mimo": {"layout": "mimo", "num_depths": 2},
     "mtp+qwen3_next": {"layout": "qwen3_next", "num_depths": 2, "draft_vocab_size": 40},
-    "draft_lm+lora": {"path": "smaller", "lora_rank": 2},
 }
 
 
@@ -191,8 +188,8 @@ def target_of(variant: str) -> str:
 
 def loaded(variant: str, folder: Path | None = None) -> tuple[Any, Any]:
     """A fresh target, and on it the trained head, or that of a folder."""
-    from headstart.heads.registry import load_head
-    from headstart.heads.target import Target
+    from headstart.engines.heads import load_head
+    from headstart.targets.target import Target
 
     folder, target = folder or trained(variant) / "final", Target.load(target_of(variant), device="cpu")
     return target, load_head(folder, target)

@@ -11,8 +11,7 @@ slash. --keep writes before.json and after.json; --before and --after take such 
 Groups (digest_groups.py): `losses`, loss, depths and gradients of every head variant; `drafts`, texts, accepted counts
 and drafted tokens of `generate`; `reports`, what `headstart eval` and `plan` write; `training`, metrics and final
 weights; `data` and `exports`, files. Left out are figures that are timed, what names machine or version, and texts for
-people (LEFT_OUT in digest_world.py); of `--tree optimal`, whose shape follows from step times, all but what holds for
-every shape (OF_ANY_SHAPE).
+people (LEFT_OUT in digest_world.py).
 """
 
 import argparse

@@ -5,23 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import build_head
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.draft_setting import chain
-from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.figures.metrics import acceptance
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block_network import BlockConfig, default_feature_layers
-from headstart.heads.drafter import Reading
+from headstart.heads.drafting.drafter import Reading
 from headstart.heads.loss.chains import chain_starts, drawn_starts
+from headstart.heads.loss.sight import Sight, blocks_of
 from headstart.heads.nn.block_layer import attend_blocks
-from headstart.heads.nn.documents import Documents
 from headstart.heads.nn.mask_token import default_mask_token
-from headstart.heads.nn.sight import Sight, blocks_of
-from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import build_head
+from headstart.targets.layers.target_output import TargetOutput
 from perturbing import losses_on, perturb
 
 OPTIONS = [
@@ -34,12 +33,11 @@ def built(target, **options):
     return perturb(build_head(BlockConfig(**options), target, seed=1), 0.1, seed=3).eval()
 
 
-def packed(target, head, lengths):
-    """One row of several random texts, all supervised but their first tokens."""
-    ids = torch.randint(3, target.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
-    documents = Documents.of([lengths], num_positions=sum(lengths))
-    output = target.forward(ids, feature_layers=head.feature_layers, documents=documents)
-    return DraftBatch(ids, documents.positions > 0, output, documents=documents)
+def supervised(target, head, *, num_rows, length):
+    """Random texts, all supervised but their first tokens."""
+    ids = torch.randint(3, target.vocab_size, (num_rows, length), generator=torch.Generator().manual_seed(2))
+    mask = torch.arange(length).expand_as(ids) > 0
+    return DraftBatch(ids, mask, target.forward(ids, feature_layers=head.feature_layers))
 
 
 def read_in_steps(head, output, ids, ends):
@@ -60,39 +58,37 @@ def read_in_steps(head, output, ids, ends):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_block_served_is_the_block_trained(target, options):
-    """Every anchor of packed rows: under the training mask, and by cached decoding of its text alone."""
-    head, lengths = built(target, **options), [9, 14]
-    batch = packed(target, head, lengths)
+    """Every anchor of two rows: under the training mask, and by cached decoding of its text alone."""
+    head = built(target, **options)
+    batch = supervised(target, head, num_rows=2, length=14)
     starts, taught = head.teacher_forced_logits(batch)
-    by_start = {int(t): i for i, t in enumerate(starts.positions[0]) if starts.valid[0, i, 0]}
     num_checked = 0
-    for first, length in zip((0, lengths[0]), lengths, strict=True):
-        ids = batch.input_ids[:, first : first + length]
+    for row, ends in enumerate(([2, 3, 5, 6], [4, 7, 8, 11])):
+        by_start = {int(t): i for i, t in enumerate(starts.positions[row]) if starts.valid[row, i, 0]}
+        ids = batch.input_ids[row : row + 1]
         output = target.forward(ids, feature_layers=head.feature_layers)
-        ends = [2, 3, 5, 6] if length == 9 else [4, 7, 8, 11]
         for end, state in read_in_steps(head, output, ids, ends):
-            at = by_start[first + end - 2]
+            at = by_start[end - 2]
             state.num_depths = 3
             logits = [head.first_logits(state)]
             for depth in range(1, 3):
                 token = ids[:, end - 1 + depth : end + depth]
                 logits.append(head.expand(state, token, None, depth=depth)[:, 0])
-            num_valid = int(starts.valid[0, at].sum())
+            num_valid = int(starts.valid[row, at].sum())
             served = torch.cat(logits)[:num_valid]
-            torch.testing.assert_close(served, taught[0, at, :num_valid], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(served, taught[row, at, :num_valid], rtol=1e-5, atol=1e-5)
             num_checked += num_valid
     assert num_checked > 20
 
 
-def dense(query, keys, values, context, mask, sees):
+def dense(query, keys, values, context, mask):
     """Every slot of every block over the context and its block, with one mask over all of it; loops over heads."""
     num_heads, (_, num_kv, _, dim) = query.shape[1], keys.shape
     num_blocks = mask.shape[2]
     width = keys.shape[2] // num_blocks
     of_block = torch.arange(width * num_blocks) % num_blocks
-    of_slot = torch.arange(width * num_blocks) // num_blocks
-    is_own = (of_block[:, None] == of_block) & sees[:, of_block][:, :, of_slot]  # [B, Q, Q]
-    hidden = torch.cat([mask[:, 0, of_block], torch.where(is_own, 0.0, -torch.inf)], -1)  # [B, Q, P + Q]
+    is_own = torch.where(of_block[:, None] == of_block, 0.0, -torch.inf)  # [Q, Q]
+    hidden = torch.cat([mask[:, 0, of_block], is_own.expand(len(mask), -1, -1)], -1)  # [B, Q, P + Q]
     out = []
     for n in range(num_heads):
         kv = n // (num_heads // num_kv)
@@ -106,29 +102,27 @@ def dense(query, keys, values, context, mask, sees):
 
 @pytest.mark.parametrize("window", [None, 3, 6])
 def test_blocks_attend_as_under_a_dense_mask(window):
-    """Output and gradients; blocks of several widths; slot i of a block stands i + 1 behind its start."""
+    """Output and gradients; slot i of a block stands i + 1 behind its start."""
     source, num_blocks, width, length = torch.Generator().manual_seed(3), 5, 3, 12
     sizes = [(4, width * num_blocks), (2, width * num_blocks), (2, width * num_blocks), (2, length), (2, length)]
     inputs = [torch.randn(2, *size, 8, generator=source, requires_grad=True) for size in sizes]
     query, keys, values, *context = inputs
     at = torch.tensor([[0, 2, 3, 7, 11], [1, 2, 5, 6, 9]])  # [B, S]
     mask = torch.where(torch.arange(length) <= at[..., None], 0.0, torch.finfo(torch.float32).min)[:, None]
-    sees = torch.arange(width) < torch.tensor([[3, 1, 2, 3, 3], [2, 3, 3, 1, 3]])[..., None]  # [B, S, W]
     sight = Sight(at, blocks_of(at.amax(0).tolist(), at.device), window=window)
-    ours = attend_blocks(query, keys, values, context=(context[0], context[1]), sight=sight, sees_slots=sees)
+    ours = attend_blocks(query, keys, values, context=(context[0], context[1]), sight=sight)
     if window is None:
-        wanted = dense(query, keys, values, context, mask, sees)
+        wanted = dense(query, keys, values, context, mask)
     else:  # a slot at a time, each under its own mask
         parts = []
         for slot in range(width):
             old = torch.arange(length) <= (at + 1 + slot - window)[..., None]  # [B, S, T]
             masked = mask.masked_fill(old[:, None], -torch.inf)
-            whole = dense(query, keys, values, context, masked, sees)
+            whole = dense(query, keys, values, context, masked)
             parts.append(whole[:, slot * num_blocks : (slot + 1) * num_blocks])
         wanted = torch.cat(parts, 1)
-    is_slot = sees.transpose(1, 2).flatten(1)[..., None, None]  # the others are not read
-    torch.testing.assert_close(ours * is_slot, wanted * is_slot, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(ours.shape, generator=source) * is_slot
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(ours.shape, generator=source)
     for a, b in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -162,11 +156,6 @@ def test_a_window_hides_what_is_older_and_nothing_else(sample_from_anchor, targe
             assert moved == wanted
 
 
-def test_a_window_must_hold_a_block():
-    with pytest.raises(BadInput, match="^sliding_window 3: expected at least the 4 slots of a block$"):
-        BlockConfig(num_depths=3, sample_from_anchor=False, sliding_window=3)
-
-
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 def test_a_text_learned_by_heart_is_drafted_whole(target, sample_from_anchor):
     prompt = [1, 7, 8, 3]
@@ -192,35 +181,21 @@ def test_a_text_learned_by_heart_is_drafted_whole(target, sample_from_anchor):
     assert acceptance(done.rounds, num_draft_tokens=4).length == 5, "K + 1: one forward per five tokens"
 
 
-def test_a_narrow_block_in_training_is_the_block_of_a_smaller_k(target, make_batch):
-    head = built(target, num_depths=4, markov_rank=8)
-    batch = make_batch(target, head)
-    starts = chain_starts(batch.loss_mask, head.num_depths)
-    starts = replace(starts, widths=torch.full_like(starts.positions, 2))
-    narrow = torch.stack([head.draft_logits(h, k) for k, h in enumerate(head.unroll(batch, starts))][:2], 2)
-    small, wanted = head.teacher_forced_logits(batch, num_depths=2)
-    valid = small.valid[..., 0]
-    torch.testing.assert_close(narrow[valid], wanted[valid], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(narrow[valid], head.teacher_forced_logits(batch)[1][valid][:, :2], atol=1e-3)
-
-
 def test_blocks_are_drawn_from_the_supervised_without_replacement():
     mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.9
     mask[2, 5:] = False
     every = chain_starts(mask, 4)
     torch.manual_seed(5)
-    drawn = drawn_starts(every, most=8, narrow_share=0.5)
+    drawn = drawn_starts(every, most=8)
     torch.manual_seed(5)
-    again = drawn_starts(every, most=8, narrow_share=0.5)
+    again = drawn_starts(every, most=8)
     assert torch.equal(drawn.positions, again.positions) and torch.equal(drawn.valid, again.valid)
-    assert drawn.widths is not None and set(drawn.widths.flatten().tolist()) == {1, 2, 3, 4}
     places = [dict(zip(p.tolist(), v, strict=True)) for p, v in zip(every.positions, every.valid, strict=True)]
-    for row, (positions, valid, widths) in enumerate(zip(drawn.positions, drawn.valid, drawn.widths, strict=True)):
+    for row, (positions, valid) in enumerate(zip(drawn.positions, drawn.valid, strict=True)):
         kept = positions[valid[:, 0]].tolist()
         assert len(kept) == min(8, int(every.valid[row, :, 0].sum())) and kept == sorted(set(kept))
-        for at, depths, width in zip(positions.tolist(), valid, widths.tolist(), strict=True):
-            assert torch.equal(depths, places[row][at] & (torch.arange(4) < width))
-    assert drawn_starts(every, most=8).widths is None
+        for at, depths in zip(positions.tolist(), valid, strict=True):
+            assert torch.equal(depths, places[row][at])
 
 
 def test_a_smaller_k_is_taught_as_it_is_decoded(tiny_target):
@@ -237,25 +212,15 @@ def test_a_smaller_k_is_taught_as_it_is_decoded(tiny_target):
     assert max(lengths) > 1.1, lengths
 
 
-def test_a_step_trains_on_drawn_blocks_and_validation_on_all(target, make_batch):
-    head = built(target, num_depths=2, num_blocks=3)
-    batch = make_batch(target, head)
-    starts = head.training_starts(batch.loss_mask)
-    assert starts.positions.shape == (3, 3)
-    out = head.loss(replace(batch, starts=starts))
-    assert out.hits.shape == (3, 3, 2) and out.depth_count[0] == 9
-    assert head.loss(batch).hits.shape[1] > 3
-
-
 @pytest.mark.parametrize("size", [2, 100], ids=["chunks", "whole"])
 def test_the_loss_of_drawn_blocks_is_that_of_these_blocks(size, target, make_batch, monkeypatch):
-    """Loss and gradients, against plain loops over the blocks; drawn blocks leave gaps, narrow ones end early."""
+    """Loss and gradients, against plain loops over the blocks; drawn blocks leave gaps."""
     monkeypatch.setattr(DraftHead, "positions_per_chunk", lambda *_: size)
-    head = built(target, num_depths=3, num_layers=1, markov_rank=8, num_blocks=4, narrow_share=0.5, depth_decay=2.0)
+    head = built(target, num_depths=3, num_layers=1, markov_rank=8, blocks_per_row=4, depth_decay=2.0)
     batch = make_batch(target, head)
     torch.manual_seed(1)
     batch.starts = starts = head.training_starts(batch.loss_mask)
-    assert starts.widths is not None and len(set(starts.widths.flatten().tolist())) > 1
+    assert starts.has_gaps
     head.loss(batch).loss.backward()
     got = {name: parameter.grad for name, parameter in head.named_parameters()}
     head.zero_grad()
@@ -282,7 +247,7 @@ def test_the_mask_token_is_unused_and_its_embedding_is_not_degenerate(tiny_targe
 
 
 def test_an_unused_row_comes_before_padding(saved_target, tmp_path):
-    from headstart.heads.target import Target
+    from headstart.targets.target import Target
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(saved_target)
@@ -300,10 +265,10 @@ def test_an_unused_row_comes_before_padding(saved_target, tmp_path):
     [
         ({"output": "none"}, "output 'none': expected own or shared"),
         ({"draft_vocab_size": 9}, "set output: own"),
-        ({"narrow_share": 1.5}, "narrow_share 1.5: expected at most 1"),
         ({"mask_token_id": 61}, "head.mask_token_id 61: the target has 61 tokens"),
         ({"feature_layers": [2, 1]}, "must ascend"),
         ({"loss": {"confidence": 1.0}}, "unknown loss"),
+        ({"sliding_window": 3, "sample_from_anchor": False}, "sliding_window 3: expected at least the 8 slots"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(target, make_batch, options, message):
@@ -341,13 +306,13 @@ def test_it_trains_in_bf16(rank, target, make_batch):
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_block_is_that_of_the_speculators_library(kind, sample_from_anchor, tiny_target):
-    """Its DFlash with our weights, on packed rows; where `pip install speculators` was done."""
+    """Its DFlash with our weights; where `pip install speculators` was done."""
     theirs = pytest.importorskip("speculators.models.dflash")
     from transformers import Qwen3Config
 
     target = tiny_target(kind)
     head = built(target, num_depths=3, num_layers=2, markov_rank=0, sample_from_anchor=sample_from_anchor)
-    batch = packed(target, head, [9, 14])
+    batch = supervised(target, head, num_rows=1, length=23)
     served = head.serving_config()
     config = theirs.DFlashSpeculatorConfig(
         transformer_layer_config=Qwen3Config(**{k: v for k, v in served.items() if k in vars(Qwen3Config())}),
@@ -361,11 +326,10 @@ def test_a_block_is_that_of_the_speculators_library(kind, sample_from_anchor, ti
     weights = {**head.state_dict(), "embed_tokens.weight": table, "lm_head.weight": output}
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown and all(name.startswith("verifier") for name in missing)
-    documents = torch.tensor([[0] * 9 + [1] * 14])
-    supervised = documents.new_ones(1, 23)
+    documents = torch.zeros(1, 23, dtype=torch.long)
     width, features = served["block_size"], batch.output.features.flatten(2)
     _, logits, _, _, places = model._backbone_forward(
-        features, batch.input_ids, supervised, batch.output.post_norm, documents, max_anchors=23 - width
+        features, batch.input_ids, documents + 1, batch.output.post_norm, documents, max_anchors=23 - width
     )
     blocks = dict(zip(places[::width].tolist(), logits[0].detach().split(width), strict=True))  # by anchor
     starts, ours = head.teacher_forced_logits(batch)

@@ -2,21 +2,18 @@
 
 import json
 import shutil
-import sys
 from typing import Any
 
 import pytest
 import torch
 from formulas import check_formulas
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import build_head, load_head, save_head
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafter
 from headstart.heads import draft_lm
-from headstart.heads.adapters import merged_state
-from headstart.heads.base import DraftBatch
 from headstart.heads.draft_lm import DraftLMConfig
-from headstart.heads.registry import build_head, load_head, save_head
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 from perturbing import perturb
 from transformers import AutoModelForCausalLM
 
@@ -89,44 +86,6 @@ def test_padding_of_the_vocabulary_is_the_targets(tiny_target, small):
         torch.testing.assert_close(head.reader.model(IDS).logits[..., :398], logits_of(folder)[..., :398])
 
 
-# Adapters
-
-
-def test_only_adapters_train_and_merge_into_the_model(target, small, make_batch, tmp_path):
-    folder = small()
-    head = build(DraftLMConfig(path=folder, lora_rank=3, lora_alpha=6.0), target)
-    torch.testing.assert_close(head.reader.model(IDS).logits, logits_of(folder))  # adapters start as nothing
-    trained = {name for name, p in head.named_parameters() if p.requires_grad}
-    assert trained == {name for name, _ in head.named_parameters() if ".lora_" in name}
-    assert len(trained) == 2 * 7, "two matrices for each of the seven linear layers"
-    kept = {name: p.clone() for name, p in head.named_parameters() if name not in trained}
-    optimizer = torch.optim.SGD([p for p in head.parameters() if p.requires_grad], lr=3.0)
-    batch = make_batch(target, head)
-    losses = []
-    for _ in range(5):
-        losses.append(head.loss(batch).loss)
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    assert all(torch.equal(p, kept[name]) for name, p in head.named_parameters() if name in kept)
-    adapted = head.eval().reader.model(IDS).logits
-    assert not torch.allclose(adapted, logits_of(folder), atol=1e-3)
-
-    saved = save_head(head, tmp_path / "head")
-    assert set(merged_state(head)) == set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
-    torch.testing.assert_close(logits_of(saved), adapted, rtol=1e-4, atol=1e-4)
-    loaded = load(saved, target)
-    assert loaded.config == head.config
-    torch.testing.assert_close(loaded.reader.model(IDS).logits, adapted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_missing_peft_is_one_clear_line(target, small, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(BadInput, match=r"^head.lora_rank 2: needs the package peft \(pip install peft\)$"):
-        build(DraftLMConfig(path=small(), lora_rank=2), target)
-
-
 # What is saved
 
 
@@ -188,16 +147,6 @@ def test_as_a_head_and_as_a_draft_model_it_drafts_the_same(source, saved_target,
     assert rounds[0] == rounds[1] and drafts[0] == drafts[1] and len(drafts[0]) > 3
 
 
-def test_the_target_itself_as_draft_model_is_accepted_whole(saved_target):
-    target = Target.load(saved_target)
-    head = build(DraftLMConfig(path=str(saved_target)), target)
-    done = generate(target, head, PROMPTS, max_new_tokens=21, num_draft_tokens=4, eos_token_ids=[])
-    assert all(one.num_accepted == [4] * 4 for one in done.rounds[1:])
-    batch = DraftBatch(IDS, IDS > 0, target.forward(IDS))
-    starts, logits = head.teacher_forced_logits(batch)
-    torch.testing.assert_close(logits[0, 0, 0], target.logits(batch.output.post_norm)[0, starts.positions[0, 0] + 1])
-
-
 # Refusals
 
 
@@ -225,8 +174,6 @@ def test_another_tokenizer_is_refused(saved_target, tmp_path):
     [
         ({"draft_vocab_size": 20}, "draft_vocab_size: draft_lm drafts the target's whole vocabulary"),
         ({"feature_layers": [1]}, "feature_layers: draft_lm reads tokens only"),
-        ({"lora_rank": -1, "path": "x"}, "lora_rank -1: expected 0"),
-        ({"lora_rank": 4}, "lora_rank 4: adapters need a trained model, so head.path is required"),
         ({"num_layers": 5}, "head.num_layers 5: expected 1 to 4"),
         ({"path": "./gone"}, "head.path ./gone: "),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from formulas import check_gradients, llama_layer, supervised
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
 from headstart.heads.base import chain_starts
 from headstart.heads.eagle import EagleConfig

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from formulas import attention, check_formulas, mlp, rms
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import build_head
 from headstart.eval.decoding import generate
 from headstart.heads.base import chain_starts
-from headstart.heads.drafter import Reading
-from headstart.heads.drafting import StaticTree
+from headstart.heads.drafting.drafter import Reading
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.registry import build_head
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]]
@@ -72,18 +71,6 @@ def test_logits_and_gradients_are_the_formulas(head, target, make_batch):
     head.train()
     batch = make_batch(target, head, num_rows=2, length=10)
     check_formulas(head, batch, lambda row, t: naive(head, batch.input_ids[row], batch.output.features[row], t))
-
-
-@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[0] * 4])
-def test_a_tree_of_one_path_drafts_what_a_chain_does(head, prompt, target):
-    """With the same logits, whose keys lie in other slots; read in two parts, as in decoding."""
-    state, ids = head.begin(batch_size=1, max_length=64), torch.tensor([[*prompt, 9]])
-    read = target.forward(ids[:, :-1], feature_layers=head.feature_layers)
-    head.commit(state, Reading(ids[:, :-1], ids[:, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
-    chain = head.propose(state, num_draft_tokens=4)
-    head.commit(state, Reading(ids[:, :-1], ids[:, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
-    path = head.propose_tree(state, StaticTree(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))))
-    assert path.tokens.tolist() == chain.tokens.tolist()
 
 
 def test_a_chain_drafts_what_the_formulas_say(head, target):

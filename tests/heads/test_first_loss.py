@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.engines.heads import HEADS, build_head
 from headstart.heads.base import DraftBatch, DraftHead
-from headstart.heads.registry import HEADS, build_head
 from headstart.heads.start.closed_form import scale_norm
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 from torch import nn
 
 VARIANTS = json.loads(Path(__file__).with_name("variants.json").read_text())

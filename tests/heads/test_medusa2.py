@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from drafted import own_text
+from headstart.base.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
+from headstart.engines.heads import build_head, load_head, save_head, start_head
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.registry import build_drafters
-from headstart.eval.report.document import build_report
-from headstart.heads.folder import fingerprint_of_tensors
+from headstart.eval.report.results.document import build_report
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.heads.registry import build_head, load_head, save_head, start_head
-from headstart.heads.target import Target
+from headstart.heads.stored.folder import fingerprint_of_tensors
+from headstart.targets.target import Target
 from peft import PeftModel
 from perturbing import perturb
 from safetensors.torch import load_file
@@ -31,13 +32,6 @@ def medusa2(target, *, trained_looking=False, **changes) -> MedusaHead:
 
 def logits(target):
     return target.model(IDS).logits
-
-
-def written(model, prompt, num_tokens):
-    """The greedy text by transformers' own generate."""
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("self_distillation", [True, False])
@@ -86,7 +80,7 @@ def test_the_loss_is_the_targets_plus_the_heads(tiny_target, make_batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_the_start_the_target_is_itself(dtype, tiny_model, make_batch):
     model = tiny_model("llama").to(dtype)
-    target = Target(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
+    target = Target.of(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
     before = logits(target)
     head = medusa2(target)
     assert {p.dtype for p in head.parameters()} == {torch.float32}, "master weights"
@@ -117,9 +111,9 @@ def test_without_adapters_the_target_is_what_was_loaded(tiny_target):
 
 def test_greedy_is_lossless_against_the_adapted_target(tiny_target):
     target = tiny_target()
-    plain = [written(target.model, prompt, 30) for prompt in PROMPTS]
+    plain = [own_text(target.model, prompt, 30) for prompt in PROMPTS]
     head = medusa2(target, trained_looking=True).eval()
-    wanted = [written(target.model, prompt, 30) for prompt in PROMPTS]
+    wanted = [own_text(target.model, prompt, 30) for prompt in PROMPTS]
     assert wanted != plain
     for num_draft in (1, 3):
         assert generate(target, head, PROMPTS, max_new_tokens=30, num_draft_tokens=num_draft).token_ids == wanted
@@ -162,7 +156,7 @@ def test_peft_puts_the_adapter_on_the_model_itself(family, tiny_target, tiny_mod
     theirs = PeftModel.from_pretrained(base, str(save_head(head, tmp_path / "head"))).eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(IDS).logits, logits(target))
-    wanted = [written(theirs, prompt, 20) for prompt in PROMPTS]
+    wanted = [own_text(theirs, prompt, 20) for prompt in PROMPTS]
     assert generate(target, head, PROMPTS, max_new_tokens=20).token_ids == wanted
 
 

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 from formulas import check_formulas, supervised
+from headstart.engines.heads import HEADS, build_head
 from headstart.heads.base import DraftBatch
-from headstart.heads.folder import fingerprint_of_tensors
 from headstart.heads.loss.chains import chain_starts
 from headstart.heads.medusa import MedusaConfig
-from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target
+from headstart.heads.stored.folder import fingerprint_of_tensors
+from headstart.targets.target import Target
 from perturbing import perturbed
 
 CUT = torch.tensor([2, 3, 5, 8, 13, 14, 21, 22, 30, 31, 34, 40, 41, 42, 43, 50, 51, 52, 55, 60])
@@ -75,8 +75,8 @@ def test_an_untrained_medusa_head_is_the_targets_output_layer(output, bias, fami
         layer = torch.nn.Linear(32, 61)
         layer.weight = model.get_output_embeddings().weight
         model.set_output_embeddings(layer)
-    target = Target(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
-    head = build_head(MedusaConfig(output=output, num_blocks=2), target)
+    target = Target.of(model, name="tiny", fingerprint=fingerprint_of_tensors(dict(model.named_parameters())))
+    head = build_head(MedusaConfig(output=output, num_residual_blocks=2), target)
     ids = torch.arange(3, 40)[None]
     states = target.forward(ids)
     starts, logits = head.teacher_forced_logits(DraftBatch(ids, torch.ones_like(ids).bool(), states))

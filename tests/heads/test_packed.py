@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.engines.heads import HEADS, build_head
 from headstart.heads.base import DraftHead
-from headstart.heads.decoders.cpu.build import kernels
-from headstart.heads.decoders.cpu.decoder import CpuLayers
-from headstart.heads.drafter import Reading
-from headstart.heads.drafting import draft_chain
-from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import HEADS, build_head
-from headstart.heads.target import Target
+from headstart.heads.drafting.drafter import Reading
+from headstart.heads.drafting.trees import draft_chain
+from headstart.targets.caches.ring_cache import DraftWindow
+from headstart.targets.cpu.build import kernels
+from headstart.targets.cpu.decoder import CpuLayers
+from headstart.targets.layers.target_output import TargetOutput
+from headstart.targets.target import Target
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")
 SHAPES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -24,9 +25,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3 of others": ("eagle3", {"norm_before_residual": True, "draft_vocab_size": 20}),
     "eagle3, a window": ("eagle3", {"sliding_window": 5}),
     "eagle": ("eagle", {"num_layers": 2}),
+    "eagle3, a draft window": ("eagle3", {"draft_window": DraftWindow(5, 2)}),
     "eagle, cut vocabulary": ("eagle", {"draft_vocab_size": 20}),
     "dspark": ("block", {"mask_token_id": 0, "markov_rank": 8}),
     "dspark, a window": ("block", {"mask_token_id": 0, "markov_rank": 8, "sliding_window": 8}),
+    "dspark, a draft window": ("block", {"mask_token_id": 0, "markov_rank": 8, "draft_window": DraftWindow(8, 2)}),
     "convolutions": ("block", {"mask_token_id": 0, "markov_rank": 0, "conv_group_size": 16}),
     "dflash": ("block", {"mask_token_id": 0, "markov_rank": 0, "sample_from_anchor": False, "has_head_norms": False}),
 }
@@ -48,14 +51,16 @@ class Versions:
 @pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def versions(request, tiny_model):
     family, options = request.param
+    options = dict(options)
+    window = options.pop("draft_window", None)
     model = tiny_model("llama", **SHAPES)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * (0.5 if parameter.ndim > 1 else 1.0)).bfloat16())
     narrow = tiny_model("llama", **SHAPES)
     narrow.load_state_dict(model.state_dict())
-    wide = Target(model, name="wide", fingerprint="")
-    target = Target(narrow.to(torch.bfloat16), name="narrow", fingerprint="")
+    wide = Target.of(model, name="wide", fingerprint="")
+    target = Target.of(narrow.to(torch.bfloat16), name="narrow", fingerprint="")
     config = HEADS[family].config_class(type=family, **options)
     ids = None if config.draft_vocab_size is None else torch.arange(0, 60, 3)
     made = build_head(config, wide, draft_token_ids=ids, seed=2)
@@ -69,7 +74,10 @@ def versions(request, tiny_model):
         head.load_state_dict(made.state_dict())
         heads.append(head.eval().requires_grad_(False))
     heads[1].pack()
-    return Versions(made.eval(), *heads)
+    versions = Versions(made.eval(), *heads)
+    for head in versions.all:
+        head.draft_window = window
+    return versions
 
 
 @torch.no_grad()
@@ -112,7 +120,7 @@ def test_logits_and_caches_are_as_near_to_fp32_as_the_heads_own(versions, in_tre
 def test_its_own_layers_read_what_the_kernels_do_not(versions, monkeypatch):
     """Such as long prompts."""
     exact, plain, before = (drafted(head, in_tree=False)[0] for head in versions.all)
-    monkeypatch.setattr("headstart.heads.decoders.cpu.decoder.most_kernel_tokens", lambda: 0)
+    monkeypatch.setattr("headstart.targets.cpu.decoder.most_kernel_tokens", lambda: 0)
     monkeypatch.setattr(CpuLayers, "__call__", None)
     after, _ = drafted(versions.packed, in_tree=False)
     of_plain, size = (plain - exact).norm(), exact.norm()
@@ -142,7 +150,10 @@ def test_many_positions_leave_what_few_at_a_time_do(versions):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "versions", [("eagle3", {}), ("eagle3", {"draft_vocab_size": 20})], indirect=True, ids=["all", "cut vocabulary"]
+    "versions",
+    [("eagle3", {}), ("eagle3", {"draft_vocab_size": 20}), ("eagle3", {"draft_window": DraftWindow(3, 1)})],
+    indirect=True,
+    ids=["all", "cut vocabulary", "draft window"],
 )
 @torch.no_grad()
 def test_a_chain_drafted_by_one_call_is_that_drafted_token_by_token(versions, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headstart.eval.measurement.servers.llama_server import PACKAGE
+from headstart.engines.servers.llama_server import PACKAGE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

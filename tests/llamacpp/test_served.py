@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 from headstart.benchmarks.quickstart.prompts import orders
-from headstart.data_pipelines.parallel import chunks
+from headstart.benchmarks.quickstart.target import get
+from headstart.data_pipelines.rows.parallel import chunks
+from headstart.engines.check import check_export
+from headstart.engines.export import export_head
+from headstart.engines.heads import build_head, head_class, save_head
+from headstart.engines.llamacpp import Conversion
+from headstart.engines.servers.llama_server import LlamaServerEngine
 from headstart.eval.decoding import generate
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.servers.llama_server import ServerFiles
-from headstart.eval.measurement.servers.served import measure_served
+from headstart.eval.measurement.resume import BatchStore
+from headstart.eval.served.load import Load
+from headstart.eval.served.measure import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
+from headstart.eval.served.questions import PLAIN, Question
+from headstart.eval.served.result import ServedResult
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.export.check import check_export
-from headstart.heads.export.llamacpp import Conversion
-from headstart.heads.export.write import export_head
-from headstart.heads.registry import build_head, head_class, save_head
-from headstart.heads.target import Target
-from headstart.scripts.target_command import KNOWN, fetch
+from headstart.targets.target import Target
 
 # LENGTH: a first token and whole rounds of K + 1, so that all drafts can be accepted up to the text's end
 NUM_PROMPTS, LENGTH, K = 32, 21, 3
@@ -45,22 +48,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def llamacpp(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+def llamacpp(request: pytest.FixtureRequest) -> tuple[str, Path]:
     """The server and the checkout."""
     server, checkout = (request.config.getoption(option, default=None) for option in ("--llama-server", "--llama-cpp"))
     if not checkout:
         pytest.skip("needs llama.cpp: make test-llamacpp")
-    return Path(str(server)), Path(str(checkout))
+    return str(server), Path(str(checkout))
 
 
 @pytest.fixture(scope="module")
 def world(llamacpp, tmp_path_factory) -> tuple[Target, Suite, list[list[int]]]:
     """The target in F32, prompts, and its own answers to them."""
-    from headstart.heads.importing.gguf import cache_folder
+    from headstart.targets.weights.gguf import cache_folder
 
     folder = cache_folder() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
-        fetch(KNOWN["smollm2-135m-instruct"], folder, "any")
+        get("smollm2-135m-instruct", folder)
     target = Target.load(folder, dtype="float32")
     chats = [[{"role": "user", "content": text}] for text in orders(NUM_PROMPTS, seed=1, held_out=True)]
     ids = [target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
@@ -106,6 +109,19 @@ def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[i
         yield DraftBatch(ids, torch.ones_like(ids).bool(), output)
 
 
+def served(binary: str, target: Path, head: Path, suite: Suite, folder: Path) -> ServedResult:
+    """The head in llama-server, one question at a time, beside the server without it."""
+    engine, questions = LlamaServerEngine(), [Question("", PLAIN, {"prompt": ids}, ids) for ids in suite.prompts]
+    drafting = engine.head_file(str(head), str(target), K)
+    assert drafting is not None
+    room = [*engine.room(1, max(map(len, suite.prompts)) + LENGTH + 16), "-t", "2"]
+    plain, drafted = (ServedSide(None, engine.command(binary, str(target), told, room)) for told in ([], drafting[0]))
+    config = ServedConfig([Load()], max_new_tokens=LENGTH, num_repeats=1, settings=engine.neutral)
+    with BatchStore(folder) as store:
+        [result] = measure_in_servers(engine, ServedDrafts("head", K, (plain, drafted)), questions, config, store=store)
+    return result
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     name, llamacpp, world, target_gguf, tmp_path, figures
@@ -133,24 +149,23 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     if not target_gguf.exists():
         (out / "target.gguf").rename(target_gguf)
 
-    measured = MeasureConfig(max_new_tokens=LENGTH, num_repeats=1)
-    files = ServerFiles(server, target_gguf, out / "head.gguf", args="-t 2")
-    [theirs] = measure_served(target, files, suite, measured, [K])
+    theirs = served(server, target_gguf, out / "head.gguf", suite, tmp_path / "measured")
     ends = sorted(target.eos_token_ids)
     how = {"max_new_tokens": LENGTH, "eos_token_ids": ends, "num_draft_tokens": K}
     rounds = [done for part in chunks(suite.prompts, size=8) for done in generate(target, head, part, **how).rounds[1:]]
     # of the last round's tokens only those that the text has room for, as there
     ours = sum(sum(done.num_emitted) for done in rounds) / sum(one > 0 for done in rounds for one in done.num_committed)
-    assert theirs.acceptance_length is not None
+    assert theirs.acceptance is not None and theirs.acceptance.acceptance_length is not None and theirs.texts
+    texts = theirs.texts.report
     assert ours > LEAST.get(name, 1.3)
-    assert theirs.lossless.identical == theirs.lossless.checked == NUM_PROMPTS
-    assert theirs.acceptance_length - 1 == pytest.approx(ours - 1, rel=0.02)
+    assert texts.identical == texts.checked == NUM_PROMPTS and not theirs.failed
+    assert theirs.acceptance.acceptance_length - 1 == pytest.approx(ours - 1, rel=0.02)
     figures.append(
         {
             "head": name,
             "K": K,
             "acceptance_length": round(ours, 4),
-            "llama_server_acceptance_length": theirs.acceptance_length,
-            "identical_texts": f"{theirs.lossless.identical}/{theirs.lossless.checked}",
+            "llama_server_acceptance_length": theirs.acceptance.acceptance_length,
+            "identical_texts": f"{texts.identical}/{texts.checked}",
         }
     )

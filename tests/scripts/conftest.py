@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from drafted import untrained
-from headstart.heads.registry import save_head
-from headstart.heads.target import Target
+from headstart.base.errors import BadInput
+from headstart.engines.heads import save_head
 from headstart.scripts import cli
-from headstart.scripts.unattended import clock
-from headstart.scripts.unattended.steps import CommandRunner, StepRecord
+from headstart.scripts.unattended.running import clock
+from headstart.scripts.unattended.running.steps import CommandRunner, StepRecord
+from headstart.targets.target import Target
 from transformers import AutoTokenizer
 
 
@@ -102,7 +103,7 @@ def in_process(monkeypatch):
     """
     ran, now = [], [0.0]
 
-    def run(self, name, words, *, until=None):
+    def run(self, name, words, *, until=None, meanwhile=None):
         code, seconds = 0, SECONDS.get(words[0], 1.0)
         ran.append(words)
         self.logs.mkdir(exist_ok=True)
@@ -114,13 +115,15 @@ def in_process(monkeypatch):
             cli.main()
         except SystemExit as end:
             code = end.code or 0
-        assert code in (0, 1), words
         now[0] += seconds
+        if code == 2:  # as the real one; here what it said is on stderr
+            raise BadInput(f"{name}: ended with code 2")
+        assert code in (0, 1), words
         return StepRecord(name, self.command_line(words), str(log), seconds, int(code), False)
 
     monkeypatch.setattr(CommandRunner, "run", run)
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(clock, "LEAST_BUDGET", 1.0)
     for part in ("machine", "refit"):
-        monkeypatch.setattr(f"headstart.scripts.unattended.{part}.start_seconds", lambda: 0.1)
+        monkeypatch.setattr(f"headstart.scripts.unattended.{part}.start_seconds", lambda check_stop: 0.1)
     return ran

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 import typer
 from drafted import untrained
-from headstart import __version__
-from headstart.configs.jsonl import read_jsonl
-from headstart.heads.registry import save_head
-from headstart.heads.target import Target
+from headstart.base.jsonl import read_jsonl
+from headstart.engines.heads import head_class, save_head
 from headstart.scripts import cli
+from headstart.targets.target import Target
 
 
 @pytest.mark.fast_only(head_type=["eagle3", "medusa"])
@@ -29,56 +28,32 @@ def test_train_then_eval(head_type, headstart, run_config, saved_target, prompts
     line = f"eval --target {saved_target} --head {final} --prompts {file} --output {output} --max-new-tokens 12"
     code, out, err = headstart(line, "--repeats", 1, "--limit", 3, "--batch-size", 1, "--batch-size", 2)
     assert code == 0, err
-    assert all(str(output / name) in out.replace("\n", "") for name in ("report.json", "report.html"))
-    assert head_type in (output / "report.html").read_text()
+    assert str(output / "report.html") in out and (output / "report.json").is_file()
+    assert head_class(head_type).title in (output / "report.html").read_text()
     report = json.loads((output / "report.json").read_text())
     assert set(report) == {"schema_version", "environment", "target", "results"}
     assert report["environment"]["num_threads"] >= 1 and report["target"]["dtype"] == "float32"
     assert [entry["batch_size"] for entry in report["results"]] == [1, 2]
     for entry in report["results"]:
         assert (entry["drafter"], entry["suite"], entry["num_prompts"]) == (head_type, "prompts", 3)
-        assert entry["trained"]["max_length"] == 256 and entry["tree_shape"] is entry["draft_vocabulary"] is None
+        assert entry["trained"]["max_length"] == 256 and entry["draft_vocabulary"] is None
         assert entry["lossless"]["checked"] == entry["lossless"]["identical"] == 3
     assert len(read_jsonl(output / "rounds.jsonl")) == 2 * (3 + 2)
 
 
-def test_drafters_without_training_beside_transformers(headstart, head_folder, saved_target, prompts, tmp_path):
+def test_drafters_without_training(headstart, head_folder, saved_target, prompts, tmp_path):
     file = prompts({"prompt": "w5 w9 w5 w9"}, {"prompt": "w7 w8"})
     line = f"eval --target {saved_target} --prompts {file} --max-new-tokens 12 --repeats 1 --num-draft-tokens 3"
-    specs = ["ngram", "ngram:2@2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}", "sparse-self"]
+    specs = ["ngram", "ngram:2@2", "suffix", f"draft-model:{saved_target}", f"head:{head_folder}"]
     options = [part for spec in specs for part in ("--drafter", spec)]
-    code, _, err = headstart(line, *options, "--output", tmp_path / "out", "--compare", "transformers")
+    code, _, err = headstart(line, *options, "--output", tmp_path / "out")
     assert code == 0, err
     results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    by_engine = {name: [r for r in results if r["engine"] == name] for name in ("headstart", "transformers")}
-    names = [[r["drafter"] for r in entries] for entries in by_engine.values()]
-    assert names[0] == ["ngram", "ngram:2", "suffix", "draft-model", "medusa", "sparse-self"]
-    assert names[1] == ["none (generate)", "ngram", "ngram:2", "draft-model"]
-    assert "transformers cannot draft with suffix" in err and "transformers cannot draft with medusa" in err
-    assert by_engine["headstart"][3]["acceptance_length"] == by_engine["headstart"][5]["acceptance_length"] == 4.0
-    assert [r["num_draft_tokens"] for r in by_engine["transformers"]] == [0, 3, 2, 3], "each at its own K"
+    assert [r["drafter"] for r in results] == ["ngram", "ngram:2", "suffix", "draft-model", "medusa"]
+    assert results[3]["acceptance_length"] == 4.0
     for entry in results:
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
-        assert (entry in by_engine["headstart"]) or entry["ours_over_theirs"] > 0
-
-
-def test_contexts_beyond_a_head_s_training_are_named(headstart, saved_target, prompts, tmp_path):
-    head = untrained("medusa", Target.load(saved_target))
-    head_folder = save_head(head, tmp_path / "head", training={"max_length": 100})
-    file = prompts({"prompt": "w5 w9 " * 70}, {"prompt": "w7 w8"})
-    line = f"eval --target {saved_target} --head {head_folder} --drafter ngram --prompts {file} --max-new-tokens 12"
-    code, _, err = headstart(line, "--repeats", 1, "--output", tmp_path / "out")
-    assert code == 0, err
-    head, ngram = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    part = head["beyond_training"]
-    assert part["acceptance_length"] == head["by_context"]["128-511"]["acceptance_length"]
-    assert part["acceptance_length_within"] == head["by_context"]["0-100"]["acceptance_length"]
-    assert ngram["beyond_training"] is None
-    said = [line for line in err.splitlines() if line.startswith("headstart: ")]
-    assert said == [
-        "headstart: medusa on prompts, batch 1: contexts longer than its training rows (100 tokens): acceptance length "
-        f"{part['acceptance_length']:.2f}, {part['acceptance_length_within']:.2f} in shorter ones"
-    ]
+        assert entry["speedup"] > 0
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -93,27 +68,23 @@ def test_a_text_that_differs_is_exit_code_1(
         behind = (accepted.num_accepted + 1).clamp(max=drafted.depth)
         return replace(accepted, bonus=drafted.chosen().gather(1, behind[:, None]).squeeze(1))
 
-    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule("exact", one_too_far, is_lossless=True))
+    monkeypatch.setitem(ACCEPT_RULES, "exact", AcceptRule("exact", one_too_far))
     line = f"eval --target {saved_target} --head {head_folder} --prompts {prompts({'prompt': 'w5 w9'})} --repeats 3"
     code, out, err = headstart(line, "--output", tmp_path / "out", "--max-new-tokens", 40, "--temperature", temperature)
     assert code == 1
     [entry] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     [said] = [line for line in err.splitlines() if line.startswith("headstart: ")]
-    assert said.startswith("headstart: medusa chain on prompts, batch 1: ")
-    if temperature == 0:
-        assert entry["lossless"]["unexplained"] == 1 and "1 UNEXPLAINED" in out
-        first = entry["lossless"]["divergences"][0]["unproved"] + 1
-        assert said.endswith(f"not proved to be the target's own, the first at token {first} behind prompt 0")
-    else:
-        assert entry["sampling_check"]["p_value"] < 1e-6 and "DEVIATES" in out
-        assert said.endswith("not distributed as the target's")
+    assert said.startswith("headstart: Medusa, 4 drafts, on prompts: ")
+    assert entry["lossless"]["unexplained"] >= 1 and "UNEXPLAINED" in out
+    first = entry["lossless"]["divergences"][0]["unproved"] + 1
+    assert said.endswith(f"not proved to be the target's own, the first at token {first} behind prompt 0")
 
 
 @pytest.mark.usefixtures("warming_up")
 def test_a_target_that_the_engine_decodes_wrongly_is_one_line(headstart, saved_target, prompts, tmp_path, monkeypatch):
     """Behind a prompt longer than the check at load, each token believes to be one further on; drafts would have been
     measured all the same."""
-    from headstart.heads.targets.check import SHORT
+    from headstart.targets.check import SHORT
 
     read = Target.read_slots
 
@@ -129,24 +100,6 @@ def test_a_target_that_the_engine_decodes_wrongly_is_one_line(headstart, saved_t
     assert result[2].endswith(" behind prompts.jsonl:1: it cannot be measured\n")
 
 
-def test_several_heads_and_suites_are_told_apart(headstart, head_folder, saved_target, tmp_path):
-    second = tmp_path / "second"
-    second.mkdir()
-    for path in head_folder.iterdir():
-        (second / path.name).write_bytes(path.read_bytes())
-    line = f"eval --target {saved_target} --head {head_folder} --head {second} --output {tmp_path / 'out'} --repeats 3"
-    suites = ["gsm8k.train", "gsm8k.test"]  # of one stem
-    for name in suites:
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "w5 w9"}\n')
-        line += f" --prompts {tmp_path / name}.jsonl"
-    code, _, err = headstart(line, "--max-new-tokens", 4, "--temperature", 0.7)
-    assert code == 0, err
-    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    names = [f"medusa:{folder}" for folder in (head_folder, second)]
-    assert [(r["drafter"], r["suite"]) for r in results] == [(n, s) for n in names for s in suites]
-    assert {r["temperature"] for r in results} == {0.7}
-
-
 @pytest.mark.parametrize("command", ["", "train", "eval"])
 def test_help_names_every_option(command, headstart):
     code, out, _ = headstart(f"{command} --help")
@@ -160,23 +113,16 @@ def test_help_names_every_option(command, headstart):
         assert "train" in out and "eval" in out
 
 
-def test_every_option_of_eval_is_in_a_panel_of_the_help(headstart):
+def test_every_option_of_eval_is_in_a_panel_of_the_help():
     """Target, output and the decoding in between, in that order; what is common comes first in each."""
     panels = {"Target": "target", "Drafts": "head", "Prompts": "prompts", "Decoding": "max_new_tokens"}
-    panels |= {"Measuring": "batch_size", "Output": "output"}
+    panels |= {"Measuring": "batch_size", "Engine": "engine", "Servers": "server", "Output": "output"}
     root = typer.main.get_command(cli.app)
     options = [option for option in root.commands["eval"].params if option.name != "help"]  # pyright: ignore
     found = list(dict.fromkeys(option.rich_help_panel for option in options))
     assert found == list(panels)
     firsts = [next(option.name for option in options if option.rich_help_panel == panel) for panel in found]
     assert firsts == list(panels.values())
-    code, out, _ = headstart("eval --help")
-    titles = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert code == 0 and [title for title in titles if title in panels] == list(panels)
-
-
-def test_the_version(headstart):
-    assert headstart("--version") == (0, f"{__version__}\n", "")
 
 
 # Bad input
@@ -185,8 +131,8 @@ def test_the_version(headstart):
 def refused(result, problem, *, outputs=()):
     code, out, err = result
     assert code == 2, err
-    assert err.startswith("headstart: ") and problem in err, err
-    assert err.count("\n") == 1 and err.endswith("\n"), err
+    [said] = [line for line in err.splitlines(keepends=True) if line.startswith("headstart: ")]
+    assert problem in said and err.endswith(said) and said.endswith("\n"), "behind what was going on"
     assert out == "" and not any(path.exists() for path in outputs)
 
 
@@ -198,7 +144,6 @@ def refused(result, problem, *, outputs=()):
         (["head.num_depth=3"], "head.num_depth: unknown key; did you mean head.num_depths?"),
         (["trian.max_steps=3"], "trian: unknown key; did you mean train?"),
         (["data.train={empty}"], "empty.jsonl: empty file"),
-        (["data.train={malformed}"], "malformed.jsonl:2: not JSON"),
         (["data.train={chat}"], "chat.jsonl:1: "),
         (["train.max_steps=many"], "train.max_steps: should be"),
         (["train.max_steps"], "override 'train.max_steps': should be key=value"),
@@ -207,7 +152,7 @@ def refused(result, problem, *, outputs=()):
 )
 def test_train_refuses_in_one_line(arguments, problem, headstart, run_config, tmp_path):
     chat = '{"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6 w7"}]}\n'
-    files = {"empty": "", "malformed": '{"text": "w5 w6"}\n{"text": \n', "chat": chat}
+    files = {"empty": "", "chat": chat}
     for name, text in files.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "small").mkdir()
@@ -215,16 +160,6 @@ def test_train_refuses_in_one_line(arguments, problem, headstart, run_config, tm
     names = {**{name: tmp_path / f"{name}.jsonl" for name in files}, "small": tmp_path / "small"}
     result = headstart("train", run_config(), *(one.format(**names) for one in arguments))
     refused(result, problem.format(**names), outputs=[tmp_path / "run"])
-
-
-def test_trees_are_measured_on_other_prompts_than_shape_them(headstart, saved_target, head_folder, prompts, tmp_path):
-    file = prompts(*({"prompt": f"w{i} w9"} for i in range(5, 9)))
-    line = f"eval --target {saved_target} --head {head_folder} --prompts {file} --output {tmp_path / 'out'}"
-    code, _, err = headstart(f"{line} --max-new-tokens 6 --repeats 1 --tree chain --tree static --tree-nodes 4")
-    assert code == 0 and "1 prompts of prompts shape trees, and are not measured" in err
-    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
-    assert [(one["tree"], one["num_prompts"]) for one in results] == [("chain", 3), ("static", 3)]
-    assert len({one["suite_digest"] for one in results}) == 1, "all settings on the same prompts"
 
 
 @pytest.mark.parametrize("limit", [1, 5000])
@@ -242,34 +177,23 @@ def test_a_full_disk_is_one_line_that_names_the_file(limit, headstart, run_confi
     assert not (tmp_path / "run" / "final").exists()
 
 
-def test_train_names_a_config_that_is_missing(headstart):
-    refused(headstart("train runs/no_such.yaml"), "runs/no_such.yaml: no such file")
-
-
 @pytest.mark.parametrize(
     ("changes", "rows", "problem"),
     [
         ({"--target": "./gone"}, [{"prompt": "w5"}], "target gone: no such folder"),
-        ({"--head": "./gone"}, [{"prompt": "w5"}], "head ./gone: no such folder"),
         ({"--head": "{empty}"}, [{"prompt": "w5"}], "head {empty}: no config.json in it"),
         ({"--head": "{damaged}"}, [{"prompt": "w5"}], "{damaged}/model.safetensors: "),
         ({"--head": "{other}"}, [{"prompt": "w5"}], "head {other}: trained on target tiny-qwen3"),
-        ({"--prompts": "./gone.jsonl"}, [], "gone.jsonl: no such file"),
         ({}, [], "prompts.jsonl: empty file"),
-        ({}, [{"prompt": "w5"}, '{"prompt": '], "prompts.jsonl:2: not JSON"),
+        ({"--head": None}, [{"prompt": "w5"}], "give at least one --head or --drafter"),
         ({"--num-draft-tokens": "9"}, [{"prompt": "w5"}], "num_draft_tokens 9: this drafter drafts 1 to 4 tokens"),
         ({"--dtype": "int8"}, [{"prompt": "w5"}], "dtype 'int8': expected one of auto"),
         ({"--device": "abacus"}, [{"prompt": "w5"}], "device abacus: "),
         ({"--output": "{file}"}, [{"prompt": "w5"}], "{file}"),
-        ({"--batch-size": "0"}, [{"prompt": "w5"}], "batch_size 0: expected at least 1"),
         ({"--drafter": "ngrm"}, [{"prompt": "w5"}], "drafter 'ngrm': expected one of ngram, ngram:MAX, suffix"),
-        ({"--drafter": "draft-model:./gone"}, [{"prompt": "w5"}], "draft-model:./gone: target gone: no such folder"),
         ({"--drafter": "draft-model:{mute}"}, [{"prompt": "w5"}], "drafter draft-model:{mute}: "),
-        ({"--drafter": "head:./gone"}, [{"prompt": "w5"}], "head ./gone: no such folder"),
-        ({"--compare": "vllm"}, [{"prompt": "w5"}], "--compare vllm: expected transformers"),
         ({"--steps": "fast"}, [{"prompt": "w5"}], "steps 'fast': expected one of eager, graph, compile"),
-        ({"--accept": "most"}, [{"prompt": "w5"}], "--accept most: expected one of exact, typical"),
-        ({"--accept": "typical"}, [{"prompt": "w5"}], "--accept typical: is not lossless"),
+        ({"--accept": "most"}, [{"prompt": "w5"}], "--accept most: expected one of exact"),
     ],
 )
 def test_eval_refuses_in_one_line(
@@ -292,15 +216,10 @@ def test_eval_refuses_in_one_line(
         "--output": tmp_path / "out",
     }
     options |= {"--max-new-tokens": "8", "--repeats": "1"} | changes
-    arguments = [str(part).format(**names) for pair in options.items() for part in pair]
+    given = (pair for pair in options.items() if pair[1] is not None)
+    arguments = [str(part).format(**names) for pair in given for part in pair]
     refused(headstart("eval", *arguments), problem.format(**names), outputs=[tmp_path / "out"])
     assert names["file"].is_file()
-
-
-def test_eval_needs_a_drafter(headstart, saved_target, prompts, tmp_path):
-    line = f"eval --target {saved_target} --prompts {prompts({'prompt': 'w5'})}"
-    result = headstart(line, "--output", tmp_path / "out")
-    refused(result, "give at least one --head or --drafter", outputs=[tmp_path / "out"])
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import yaml
-from headstart.configs.errors import BadInput
-from headstart.scripts.compare import compare, short_names
+from headstart.base.errors import BadInput
+from headstart.scripts.compare import compare, overrides, short_names
 
 
 @pytest.fixture
@@ -26,22 +26,18 @@ def make_run(tmp_path):
     return make
 
 
-def test_what_differs_and_the_best_validation_are_named(make_run, capsys, tmp_path):
+def test_what_differs_and_the_best_validation_are_named(make_run, capsys):
     runs = [
         make_run("a", lengths=[(1, 1.5), (2, 1.9), (3, 1.8)]),
         make_run("b", seed=2, loss=("tv", 0.5), lengths=[(3, 2.0)], finished=False),
     ]
-    compare(runs, output=tmp_path / "out", as_json=True)
+    compare(runs, as_json=True)
     first, second = json.loads(capsys.readouterr().out)
     assert first["differs"] == {"head.loss.soft_ce": 1.0, "head.loss.tv": None, "train.seed": 0}
     assert second["differs"] == {"head.loss.soft_ce": None, "head.loss.tv": 0.5, "train.seed": 2}
     assert (first["best_acceptance_length"], first["best_step"], first["last_acceptance_length"]) == (1.9, 2, 1.8)
     assert (first["loss"], first["tokens_per_second"], first["steps"]) == (1.0, 200.0, 3)
-    expected, low, high = first["acceptance_length_after_twice_the_steps"]
-    assert low < expected < high
     assert first["finished"] and not second["finished"]
-    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == [first, second]
-    assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -59,20 +55,18 @@ def test_names_are_the_shortest_that_differ(folders, names, make_run, tmp_path, 
         short_names([tmp_path / "a" / ".." / "x", tmp_path / "x"])
 
 
-def test_runs_of_one_name_are_told_apart_on_the_page(make_run, tmp_path, capsys):
-    for side in ("x1", "x2"):
-        (tmp_path / side).mkdir()
-    runs = [make_run("x1/m", lengths=[(3, 2.0)]), make_run("x2/m", seed=2, lengths=[(3, 1.5)])]
-    compare(runs, output=tmp_path / "out")
-    page = (tmp_path / "out" / "compare.html").read_text()
-    assert "x1 reached the best validation" in page and "headstart compare: x1, x2" in page
-
-
-def test_the_table_has_a_line_per_run(make_run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    compare([make_run("a"), make_run("b", seed=7, finished=False)])
+def test_the_table_has_a_line_per_run(make_run, capsys):
+    compare([make_run("a", lengths=[(2, 1.9)]), make_run("b", seed=7, loss=("tv", 0.5), finished=False)])
     said = capsys.readouterr().out
-    assert "a: train.seed=0\n" in said and "b: train.seed=7\n" in said and "not finished" in said
+    assert said.startswith("a validated best: 1.90 tokens per forward at step 2.\n") and "Not finished: b." in said
+    assert "- a: head.loss.soft_ce=1.0 train.seed=0\n" in said and "- b: head.loss.tv=0.5 train.seed=7\n" in said
+    assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80
+
+
+def test_many_differing_settings_are_no_wall_of_keys():
+    settings = {f"train.key{i}": i for i in range(9)}
+    assert overrides(settings) == "train.key0=0 train.key1=1 train.key2=2 and 6 more"
+    assert overrides({}) == "(the same)"
 
 
 def test_what_is_no_run_is_refused(make_run, tmp_path):
@@ -84,5 +78,3 @@ def test_what_is_no_run_is_refused(make_run, tmp_path):
     ):
         with pytest.raises(BadInput, match=problem):
             compare(runs)
-    with pytest.raises(BadInput, match="exists already"):
-        compare([run, run], output=tmp_path)

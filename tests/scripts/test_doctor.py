@@ -1,11 +1,32 @@
-"""`headstart doctor` says what a machine can launch and what each launch config lacks there; exit 0 only if it can."""
+"""`headstart doctor` says what a machine can launch and what each launch config lacks there; exit 0 only if it can.
 
+With `--target` it counts a target's bytes from its config alone, and names the ways of training that fit.
+"""
+
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from headstart.heads.stored.fit import HeadSize, TargetSize
 from headstart.scripts import doctor as module
-from headstart.scripts.doctor import LocalMachine, cpu_command, find, missing, read_launch, shipped_configs
+from headstart.scripts.cli import app
+from headstart.scripts.doctor import (
+    LocalMachine,
+    cpu_command,
+    find,
+    missing,
+    read_launch,
+    shipped_configs,
+)
+from headstart.scripts.heads_command import in_bytes
+from headstart.scripts.training_ways import ServerSize, Ways
+from headstart.targets.loading import TargetConfig
+from headstart.targets.skeleton import load_skeleton
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
 NO_DEEPSPEED = {**VERSIONS, "deepspeed": None}
@@ -91,15 +112,23 @@ def test_the_exit_code_is_that_of_the_config_asked_for(doctor, tmp_path):
 
 def test_the_command_for_cpus_is_whole_and_starts_as_many_processes(doctor):
     _, out, _ = doctor("configs/accelerate/ddp.yaml")
-    path, start = "configs/accelerate/ddp.yaml", "--num_processes 2 -m headstart.train CONFIG"
+    path, start = find("ddp").resolve(), "--num_processes 2 -m headstart.train CONFIG"
     assert f"without GPUs: accelerate launch --config_file {path} {start}" in out and "--cpu" not in out
-    assert "accelerate launch" not in doctor("cpu")[1]
+    assert "without GPUs" not in doctor("cpu")[1]
     assert not cpu_command(read_launch(find("ddp")), NODE) and not cpu_command(
         read_launch(find("ddp")), replace(CPU, num_cores=1)
     )
     assert "'my configs/ddp.yaml'" in cpu_command(
         replace(read_launch(find("ddp")), path=Path("my configs/ddp.yaml")), CPU
     )
+
+
+@pytest.mark.parametrize("named", [path.stem for path in shipped_configs()])
+def test_the_printed_command_finds_its_launch_config_from_any_folder(doctor, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = doctor(named)
+    found = re.search(rf"{named}: accelerate launch --config_file (\S+) -m headstart.train CONFIG", out)
+    assert found and Path(found[1]).is_absolute() and Path(found[1]).read_text() == find(named).read_text()
 
 
 def test_an_unknown_config_is_bad_input(doctor, tmp_path):
@@ -113,3 +142,126 @@ def test_an_unknown_config_is_bad_input(doctor, tmp_path):
 def test_this_machine_is_described():
     machine = module.this_machine()
     assert machine.num_cores >= 1 and machine.memory > 2**28 and machine.versions["torch"]
+
+
+# Ways of training, of --target
+
+GB = 10**9
+LARGE = {  # Llama-3.1-70B
+    **dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=8192, intermediate_size=28672),
+    **dict(num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256),
+    **dict(max_position_embeddings=131072, tie_word_embeddings=False, dtype="bfloat16"),
+}
+
+
+def doctor_of(folder, *arguments, config=LARGE):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return CliRunner().invoke(app, ["doctor", "--target", str(folder), *arguments])
+
+
+def fitting(target, *, num_gpus, memory=80 * GB, head=20 * GB, num_heads=8):
+    size = HeadSize((), True, 0, memory_bytes=head, serving_bytes=0)
+    ways = Ways("MODEL", 4, num_heads, target, size, num_gpus, memory, ServerSize(target.whole, 0, 0))
+    return [ways.fits(way) for way in ways.all()], [way.in_host // GB for way in ways.all()], ways.all()
+
+
+def sized(num_gb, *, ends=2):
+    layers = (num_gb - 2 * ends) * GB
+    return TargetSize(ends * GB, layers, layers // 80, ends * GB, rest=0)
+
+
+def test_the_parts_of_a_70b_are_counted_without_a_weight(tmp_path):
+    done = doctor_of(tmp_path / "large", "--gpus", "8", "--memory", "80")
+    assert done.exit_code == 0 and "137 GB" in done.output and done.output.count(" 2.1 GB") == 2
+    assert "data.features=features/mine" in done.output and "target.device_map=auto" in done.output
+    assert "--num_processes 8 -m headstart.train runs/eagle3.yaml" in done.output and "shard_target" in done.output
+
+
+def test_what_stored_states_take_and_when_they_pay_is_counted(tmp_path):
+    """EAGLE-3 reads three states of 8,192 numbers and the last one: 8 bits each, a scale for each state, and ids."""
+    said = doctor_of(tmp_path / "large", "--gpus", "8", "--memory", "80").output
+    [size] = re.findall(r"takes bytes: ([\d,]+) in float32, ([\d,]+) in bfloat16, ([\d,]+) in 8bit", said)
+    found: dict[str, int] = {}
+    found |= zip(("float32", "bfloat16", "8bit"), (int(one.replace(",", "")) for one in size), strict=True)
+    for name, width in (("float32", 4), ("bfloat16", 2), ("8bit", 1)):
+        assert found[name] == pytest.approx(4 * 8192 * width, rel=0.01), name
+    [pays] = re.findall(r"fewer than ([\d,]+) tokens a second \(([\d,.]+) TFLOP/s\)", said)
+    rate, flops = (float(one.replace(",", "")) for one in pays)
+    assert rate == pytest.approx(1e9 / found["8bit"], rel=0.001)
+    assert flops == pytest.approx(2 * 70.55e9 * rate / 1e12, rel=0.001), "70.55 billion parameters"
+
+
+def test_a_tied_output_layer_is_counted_once(tmp_path):
+    done = doctor_of(tmp_path / "tied", "--gpus", "1", "--memory", "80", config={**LARGE, "tie_word_embeddings": True})
+    assert done.output.count(" 2.1 GB") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_gb", "num_gpus", "fits", "in_host"),
+    [
+        (16, 1, [True, True, True], [0, 0, 0]),
+        (141, 1, [False, True, False], [0, 69, 0]),
+        (141, 8, [False, True, True, True], [0, 0, 0, 0]),
+        (60, 8, [False, True, True, True], [0, 0, 0, 0]),
+        (800, 8, [False, False, True, False], [0, 0, 224, 0]),
+    ],
+)
+def test_the_ways_that_fit_by_size(num_gb, num_gpus, fits, in_host):
+    found = fitting(sized(num_gb), num_gpus=num_gpus)
+    assert found[:2] == (fits, in_host)
+
+
+def test_a_target_that_fits_each_gpu_is_extracted_by_all_of_them():
+    commands = [fitting(sized(size), num_gpus=8)[2][2].commands[0] for size in (60, 141)]
+    assert "--num_processes 8 -m headstart.scripts.data.extract" in commands[0] and "device_map" not in commands[0]
+    assert commands[1].startswith("headstart data extract") and "target.device_map=auto" in commands[1]
+
+
+def test_a_server_takes_as_many_gpus_as_it_needs_and_the_others_train():
+    ways = {size: fitting(sized(size), num_gpus=8)[2][3] for size in (60, 141)}
+    assert [way.name for way in ways.values()] == [
+        "vLLM on 1 of the GPUs gives states while 7 train",
+        "vLLM on 2 of the GPUs gives states while 6 train",
+    ]
+    server, training = ways[141].commands
+    assert "--tensor-parallel-size 2" in server and '"eagle_aux_hidden_state_layer_ids": [4]' in server
+    assert training.startswith("CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 accelerate launch ")
+    assert "--num_processes 6" in training and "engine.server=http://localhost:8000" in training
+    by_three = [fitting(sized(210), num_gpus=8, num_heads=heads)[2][3].name for heads in (6, 8)]
+    assert [name.split()[2] for name in by_three] == ["3", "4"], "vLLM shares the attention's heads out"
+
+
+def test_the_server_is_counted_by_its_weights_as_stored_and_its_flags(tmp_path):
+    """A row of 1,000 tokens: keys and values of 8 heads of 128 numbers in 80 layers; four states of 8,192 numbers."""
+    folder, flags = tmp_path / "packed", "--max-num-seqs 10 --max-model-len 1000"
+    folder.mkdir()
+    save_file({"weight": torch.zeros(3_000_000, dtype=torch.int8)}, folder / "model.safetensors")
+    said = doctor_of(folder, "--gpus", "1", "--memory", "80", "--engine-args", flags).output
+    sizes = {
+        words: re.findall(rf"{words}[^│]*│ *([\d.]+ [A-Z]+)", said)[0] for words in ("stored", "values", "states of")
+    }
+    keys, states = 10 * 1000 * 80 * 2 * 8 * 128 * 2, 10 * 1000 * 4 * 8192 * 2
+    assert sizes == {"stored": in_bytes(3_000_000), "values": in_bytes(keys), "states of": in_bytes(states)}
+    server = ServerSize.of(load_skeleton(TargetConfig(path=str(folder))), f"{flags} --kv-cache-dtype=fp8", num_states=4)
+    assert (server.keys, server.on(2)) == (keys // 2, (3_000_000 + keys // 2) // 2 + states)
+    by_default = f"{flags} --kv-cache-dtype=auto"
+    assert ServerSize.of(load_skeleton(TargetConfig(path=str(folder))), by_default, num_states=4).keys == keys
+
+
+def test_beside_training_on_one_gpu_the_server_is_told_what_it_may_take():
+    [server, _] = fitting(sized(16), num_gpus=1)[2][2].commands
+    assert "--gpu-memory-utilization 0.25" in server, "16 of 80 GB, and a twentieth"
+
+
+def test_a_head_too_large_for_a_gpu_is_said(tmp_path):
+    assert fitting(sized(16), num_gpus=1, head=80 * GB)[0] == [False] * 3
+    done = doctor_of(tmp_path / "large", "--gpus", "8", "--memory", "16")
+    assert done.exit_code == 1 and "yes" not in done.output
+
+
+def test_without_a_gpu_it_counts_as_on_a_usual_one_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    output = doctor_of(tmp_path / "large").output
+    assert "no GPU here: as on 1 of 80 GB" in output and "way, on 1 x 80 GB" in output
+    assert "go with --target" in str(CliRunner().invoke(app, ["doctor", "--gpus", "2"]).exception)

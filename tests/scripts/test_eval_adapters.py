@@ -1,9 +1,12 @@
-"""`headstart eval --adapter`: the same head and prompts under each adapter of the target, and what is refused."""
+"""`headstart eval --adapter`, `--checkpoint`: the same head and prompts under each, and what is refused."""
 
 import json
+import re
 
 import pytest
-from headstart.heads.target import Target
+import torch
+from headstart.scripts.evaluating.eval_drafts import states_in
+from headstart.targets.target import Target
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,22 +54,16 @@ def test_each_adapter_has_a_result_beside_the_target(headstart, saved_target, he
         alone = ["--target", folder, "--prompts", words, "--output", tmp_path / f"alone-{adapter.name}"]
         assert headstart(f"eval {HOW}", *alone)[0] == 0
         [same] = json.loads((tmp_path / f"alone-{adapter.name}" / "report.json").read_text())["results"]
-        for key in ("num_rounds", "num_committed", "acceptance_length", "repetition"):
+        for key in ("num_rounds", "acceptance_length", "repetition"):
             assert entry[key] == same[key], (adapter, key)
 
 
 def test_what_cannot_be_measured_is_refused_before_a_target_is_loaded(headstart, saved_target, lora, words, tmp_path):
     adapter = lora(saved_target)
-    for name in ("x", "x.gguf"):
-        (tmp_path / name).touch()
     files = ["--prompts", words, "--output", tmp_path / "out"]
     for line, problem in (
         ("--adapter gone", "adapter gone: no such folder"),
         (f"--adapter {adapter} --adapter {adapter}", f"--adapter {adapter}: is given twice"),
-        (
-            f"--adapter {adapter} --compare llama-server:{tmp_path}/x:{tmp_path}/x.gguf",
-            "llama-server computes without it",
-        ),
     ):
         code, out, err = headstart(f"eval {HOW} --target no-such-target {line}", *files)
         assert code == 2 and problem in err and err.count("\n") == 1 and not out, err
@@ -86,8 +83,57 @@ def test_an_adapter_of_another_target_is_refused(headstart, saved_target, tiny_m
 @pytest.mark.slow
 def test_a_plan_is_made_for_an_adapter(headstart, saved_target, lora, words, tmp_path):
     files = ["--target", saved_target, "--adapter", lora(saved_target), "--prompts", words]
-    line = "plan --drafter ngram --seconds 5 --num-draft-tokens 2 --batch-size 1 --check none"
+    line = "plan --drafter ngram --seconds 5 --num-draft-tokens 2 --batch-size 1"
     assert headstart(line, *files, "--output", tmp_path / "out")[0] == 0
     target = json.loads((tmp_path / "out" / "plan.json").read_text())["target"]
     assert target["adapter"]["base"] == str(saved_target)
     assert target["fingerprint"] != Target.load(saved_target).fingerprint
+
+
+@pytest.fixture
+def checkpoints(saved_target, tiny_model, tmp_path):
+    """A folder of two checkpoints of the target in training, that of fewer steps last by its name."""
+    for step, moved in ((9, 0.02), (10, 0.2)):
+        model = AutoModelForCausalLM.from_pretrained(saved_target)
+        with torch.no_grad():
+            source = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.add_(moved * torch.randn(parameter.shape, generator=source))
+        model.save_pretrained(tmp_path / "policy" / f"checkpoint-{step}")
+    return tmp_path / "policy"
+
+
+def test_a_folder_in_the_home_folder_is_found(checkpoints, monkeypatch):
+    monkeypatch.setenv("HOME", str(checkpoints.parent))
+    assert states_in("~/policy") == [str(checkpoints / f"checkpoint-{step}") for step in (9, 10)]
+    assert states_in("~/policy/checkpoint-9") == [str(checkpoints / "checkpoint-9")]
+
+
+def test_one_head_is_measured_under_every_checkpoint_of_a_folder(
+    headstart, saved_target, head_folder, checkpoints, words, tmp_path
+):
+    files = ["--target", saved_target, "--head", head_folder, "--prompts", words, "--checkpoint", checkpoints]
+    line = "eval --num-draft-tokens 2 --max-new-tokens 12 --repeats 1"
+    code, out, err = headstart(line, *files, "--output", tmp_path / "out")
+    assert code == 0, err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    names = ["prompts", "prompts under checkpoint-9", "prompts under checkpoint-10"]
+    assert [entry["suite"] for entry in report["results"]] == names
+    assert len({entry["suite_digest"] for entry in report["results"]}) == 1, "the same prompts"
+    said = [entry["adapter"] for entry in report["results"][1:]]
+    assert [one["path"] for one in said] == [str(checkpoints / f"checkpoint-{step}") for step in (9, 10)]
+    own = Target.load(checkpoints / "checkpoint-9").fingerprint
+    assert said[0]["fingerprint"] == own and all(one["base"] == str(saved_target) for one in said)
+    for entry in report["results"]:
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 4, "each held against its own weights"
+    first = report["results"][0]["acceptance_length"]
+    assert re.search(rf"{first:.2f}\s\[\d\.\d\d,\s\d\.\d\d\]", out), "with its interval"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("Acceptance length on prompts by checkpoint") and "step of the target&#39;s training" in page
+
+
+def test_a_checkpoint_of_another_model_is_refused(headstart, saved_target, tiny_model, words, tmp_path):
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "step_1")
+    given = ["--target", saved_target, "--prompts", words, "--checkpoint", tmp_path / "step_1"]
+    code, _, err = headstart(f"eval {HOW}", *given, "--output", tmp_path / "out")
+    assert code == 2 and "step_1/config.json: num_hidden_layers 2, the target has 4" in err.splitlines()[-1]

@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from drafted import untrained
+from headstart.engines.heads import save_head
 from headstart.eval.decoding.draft_setting import chain
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.runner import Runner
-from headstart.heads.target import Target
-from headstart.scripts.eval_drafts import WantedDrafts, own_length
+from headstart.eval.proof.config import MeasureConfig
+from headstart.eval.proof.runner import Runner
+from headstart.eval.suites.prompts import load_suite
+from headstart.scripts.evaluating.eval_drafts import WantedDrafts, own_length
+from headstart.targets.target import Target
 
 GROUPS = ["writing", "math", "rag", "qa"]
 
@@ -30,20 +33,33 @@ def asked(headstart, chat_target, tmp_path, monkeypatch):
 
 
 def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
-    code, _, report, out = asked("--suite spec-bench --batch-size 1 --batch-size 4")
+    _, _, report, _ = asked("--suite spec-bench --batch-size 1 --batch-size 4")
     for entry in report["results"]:
         assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (8, 16, 16)
-        assert list(entry["by_turn"]) == ["1", "2"]
-        assert [part["num_prompts"] for part in entry["by_turn"].values()] == [8, 8]
-        parts = [part["num_rounds"] for part in entry["by_turn"].values()]
-        assert all(parts) and sum(parts) == entry["num_rounds"]
     alone, page = report["results"][0], (tmp_path / "out" / "report.html").read_text()
     assert alone["num_timed"] == 8 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
-    assert "16 turns of 8 chats; turn 1: length" in " ".join(out.split())
-    assert "16, the turns of 8" in page and "Turns of spec-bench" in page
+    assert "16, the turns of 8" in page
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
     code, _, report, _ = asked("--prompts mine.jsonl --overwrite")
-    assert report["results"][0]["by_turn"] == {} and report["results"][0]["num_chats"] == 1
+    assert report["results"][0]["num_chats"] == 1
+
+
+def test_a_target_without_a_chat_template_is_measured_on_plain_continuations(asked, chat_target, tmp_path):
+    """Of rows of `prompt`, without a word about templates; chats are refused in a line."""
+    (chat_target / "chat_template.jinja").unlink()
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"w{5 + i} w6 w9"}) + "\n" for i in range(4)))
+    code, err, report, _ = asked("--prompts mine.jsonl")
+    [entry] = report["results"]
+    assert code == 0 and entry["lossless"] | {"divergences": []} == {
+        "checked": 4, "identical": 4, "proved": 0, "unexplained": 0, "divergences": []
+    }  # fmt: skip
+    assert "template" not in err and entry["rendering"]["template_hash"] is None
+    target = Target.load(chat_target)
+    suite = load_suite(tmp_path / "mine.jsonl", target, max_new_tokens=8)
+    assert suite.prompts == [target.tokenizer(f"w{5 + i} w6 w9")["input_ids"] for i in range(4)]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "w5"}]}) + "\n")
+    code, err, _, _ = asked("--prompts chats.jsonl --overwrite")
+    assert code == 2 and "template" in err.splitlines()[-1]
 
 
 @pytest.mark.fast_only(where=["HEADSTART_SUITES"])
@@ -56,20 +72,20 @@ def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
         where = ""
     code, _, report, _ = asked(f"--suite spec-bench --system w30 {where}")
     [entry] = report["results"]
-    assert code == 0 and (entry["suite"], entry["suite_version"], entry["num_prompts"]) == ("spec-bench", 2, 16)
+    assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 16)
     assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 8
-    assert entry["system"] == "w30" and entry["thinking"] is None and len(entry["template_hash"]) == 16
+    assert entry["rendering"]["system"] == "w30" and len(entry["rendering"]["template_hash"]) == 16
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Domains of spec-bench" in page and "Speedup by domain" in page
+    assert "Domains of spec-bench" in page
     assert not (tmp_path / "out" / "measured.jsonl").exists()
 
 
 def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "w5 w6", "domain": "own"}\n')
     code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --thinking off --limit 3")
-    assert code == 2 and "mine.jsonl:1: a system prompt or thinking needs a chat template" in err and report is None
+    assert code == 2 and "mine.jsonl:1: a system prompt, thinking or recorded turns need a" in err and report is None
     code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 3")
-    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench"]
+    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench, first 3"]
     assert "mine: rows of `prompt` are continued as plain text" in err and "spec-bench: rows" not in err
     code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1 --overwrite")
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
@@ -103,19 +119,17 @@ def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
     rows = [{"prompt": "w5"}, {"prompt": "w5 " * 300}, {"prompt": "w6"}]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
-    code, _, report, out = asked("--prompts mine.jsonl --prompts long.jsonl")
+    code, err, report, _ = asked("--prompts mine.jsonl --prompts long.jsonl")
     assert code == 0 and [one["num_prompts"] for one in report["results"]] == [2, 0]
-    said = " ".join(out.split())
-    assert (
-        "ngram on mine: 1 of 3 prompts failed and are in no figure, the first mine.jsonl:2: 300 prompt tokens" in said
-    )
+    failed = "n-gram look-ups on mine: 1 of 3 prompts failed and are in no figure, the first mine.jsonl:2: 300 prompt"
+    assert failed in err
     assert "Prompts that failed, 2 of 2" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 300}) + "\n")
     code, err, report, _ = asked("--prompts long.jsonl")
-    assert code == 2 and err.startswith("headstart: no prompt of long can be asked: long.jsonl:1: 300") and not report
+    assert code == 2 and "headstart: no prompt of long can be asked: long.jsonl:1: 300" in err and not report
 
     def broken(*_, **__):
         raise RuntimeError("planted")
@@ -136,8 +150,8 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
         return begin(*arguments)
 
     monkeypatch.setattr(Runner, "begin", stopping)
-    code, *_ = asked("--suite spec-bench")
-    assert code == 130
+    code, err, *_ = asked("--suite spec-bench")
+    assert code == 130 and "the same command goes on" in err.splitlines()[-1]
     assert len((tmp_path / "out" / "measured.jsonl").read_text().splitlines()) == 2
     calls[:] = [1] * 100
     code, err, report, _ = asked("--suite spec-bench")
@@ -151,12 +165,27 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
         ("", "nothing to measure on: give at least one --prompts or --suite"),
         ("--suite spec_bench", "did you mean spec-bench?"),
         ("--suite spec-bench --thinking maybe", "--thinking maybe: expected on or off"),
-        ("--suite speed-bench", "--suite speed-bench: no suites/speed_bench/SUBSET.jsonl"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(line, problem, asked):
     code, err, report, _ = asked(line)
-    assert code == 2 and err.startswith("headstart: ") and problem in err and err.count("\n") == 1 and report is None
+    [said] = [one for one in err.splitlines() if one.startswith("headstart: ")]
+    assert code == 2 and problem in said and err.endswith(f"{said}\n") and report is None
+
+
+def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, saved_target, prompts, tmp_path):
+    folder = save_head(untrained("eagle3", Target.load(saved_target)), tmp_path / "head")
+    path = prompts(*({"prompt": f"w1 w{i} w9 w{i + 1}"} for i in range(3, 7)))
+    asked = f"eval --max-new-tokens 12 --repeats 1 --target {saved_target} --prompts {path} --output {tmp_path / 'out'}"
+    code, _, err = headstart(f"{asked} --head {folder} --draft-window 3:1")
+    assert code == 0, err
+    [result] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert result["drafter"] == "eagle3:window 3:1"
+    assert "EAGLE-3 (window 3:1)" in (tmp_path / "out" / "report.html").read_text()
+    for asks, reason in (("--head {} --draft-window 3:x", "expected N or N:SINK"), ("--drafter ngram", "with a head")):
+        more = asks.format(folder) if "{}" in asks else f"{asks} --draft-window 3"
+        code, _, err = headstart(f"{asked}2 {more}")
+        assert code == 2 and reason in err
 
 
 def test_a_drafter_may_have_a_k_of_its_own(saved_target):

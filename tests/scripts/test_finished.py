@@ -1,10 +1,13 @@
-"""A finished report or plan is not lost to another command, and a folder has one writer."""
+"""A finished report or plan is not lost to another command, a folder has one writer, and Ctrl-C ends a command."""
 
 import json
-import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
 
 import pytest
-from headstart.configs.owned import OwnedFolder
 
 
 def tree(folder):
@@ -17,7 +20,7 @@ FINISHED = {
     "eval": ("report.json", "--drafter ngram --max-new-tokens 8 --repeats 1"),
     "plan": (
         "plan.json",
-        "--drafter ngram --max-new-tokens 8 --num-draft-tokens 1 --batch-size 1 --tree none --check none",
+        "--drafter ngram --max-new-tokens 8 --num-draft-tokens 1 --batch-size 1 --tree none",
     ),
 }
 
@@ -50,17 +53,36 @@ def test_a_finished_one_of_other_settings_is_replaced_only_when_asked(command):
     assert json.loads(command.file.read_text())
 
 
-def test_a_folder_in_use_or_of_something_else_is_refused_untouched(command, tmp_path):
-    with OwnedFolder(command.output, command=f"headstart {command.name}"):
-        code, err = command()
-        assert code == 2 and f"out: in use by process {os.getpid()} on " in err and not command.file.exists()
-    mine = tmp_path / "mine" / command.file.name
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    code, err = command(output=mine.parent)
-    assert code == 2 and "mine: holds other files" in err and tree(mine.parent) == {mine.name: b"mine"}
-    with OwnedFolder(tmp_path / "run", command="headstart train"):
-        pass
-    code, err = command(output=tmp_path / "run")
-    assert code == 2 and f"run: belongs to headstart train; give headstart {command.name} another folder" in err
-    assert command(output=tmp_path / "run" / command.name)[0] == 0
+AFTER = [0.3, 2.0, 5.0, 8.0, 12.0]  # seconds: importing, loading, measuring
+FEW = 6.0  # seconds: the 1.5 that a command has, and what a busy machine adds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("verb", ["eval", "plan", "auto", "data regenerate"])
+def test_ctrl_c_ends_a_command_in_time(verb, after, saved_target, tmp_path):
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"w{i} w{j}"}) + "\n" for i in range(3, 50) for j in range(3, 50)))
+    how = {
+        "eval": f"--target {saved_target} --drafter ngram --prompts {rows} --repeats 200",
+        "plan": f"--target {saved_target} --drafter ngram --prompts {rows}",
+        "auto": f"--target {saved_target} --prompts {rows} --budget 5m",
+        "data regenerate": f"data/regenerate_local.yaml target={saved_target} sources={rows} output={tmp_path / 'out'}",
+    }[verb]
+    output = [] if verb.startswith("data") else ["--output", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "headstart.scripts.cli", *verb.split(), *how.split(), *output]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background of a shell ignores it
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    try:
+        time.sleep(after)
+        if (code := process.poll()) is not None:
+            assert code in (0, 1), process.communicate()[1]
+            pytest.skip("it had ended before")
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, said = process.communicate(timeout=FEW)
+        assert process.returncode in (130, -signal.SIGINT), f"{said}\n{time.monotonic() - began}"
+    finally:
+        process.kill()
+        process.wait()

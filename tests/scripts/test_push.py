@@ -14,19 +14,21 @@ from urllib.parse import unquote, urlparse
 import pytest
 import torch
 import yaml
-from headstart.configs.errors import BadInput
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.environment import Environment, TargetInfo
+from headstart.base.errors import BadInput
+from headstart.engines.check import check_folder
+from headstart.engines.heads import build_head, head_record, load_head, save_head
+from headstart.engines.importers import import_head
+from headstart.eval.figures.environment import Environment, TargetInfo
+from headstart.eval.figures.recorded_training import RecordedTraining
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import RecordedTraining
-from headstart.eval.report.document import Report
+from headstart.eval.proof.config import MeasureConfig
+from headstart.eval.proof.lossless import LosslessReport
+from headstart.eval.report.results.document import Report
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.export.check import check_folder
-from headstart.heads.importing.importers import import_head
-from headstart.heads.registry import build_head, head_record, load_head, save_head
-from headstart.heads.target import Target
+from headstart.heads.medusa import MedusaConfig
 from headstart.scripts.push_command import published, push
+from headstart.targets.target import Target
 from results import made_result
 
 TOKEN = "hf_" + "notARealTokenOfAnyone"  # in two parts, so that no scanner takes it for one
@@ -85,10 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                 if entry["key"] == "file":
                     content = base64.b64decode(entry["value"]["content"])
                     hub.files.setdefault(repo, {})[entry["value"]["path"]] = content
-            done = {"success": True, "commitOid": OID, "commitUrl": f"{hub.url}/{repo}/commit/{OID}"}
-            self.answer(
-                done | ({"pullRequestUrl": f"{hub.url}/{repo}/discussions/1"} if "create_pr" in self.path else {})
-            )
+            self.answer({"success": True, "commitOid": OID, "commitUrl": f"{hub.url}/{repo}/commit/{OID}"})
         else:
             self.answer({"error": "unknown"}, 404)
 
@@ -158,7 +157,11 @@ def run(saved_target, tmp_path):
     environment = Environment(headstart="0.1.0", device="a CPU", torch="2.13", copy_gigabytes_per_second=9.5)
     measured = TargetInfo(name=str(saved_target), fingerprint=target.fingerprint)
     others = replace(entry, drafter="eagle3", trained=other, acceptance_length=77.7, suite="foreign")
-    results = [others, entry, replace(entry, drafter="ngram", trained=None), replace(entry, accept="typical")]
+    results = [others, entry, replace(entry, drafter="ngram", trained=None)]
+    # the same head beside look-ups and with a window, which nobody gets with it; and what is not the target's own
+    foreign = {"suite": "foreign", "acceptance_length": 88.8}
+    results += [replace(entry, drafter=name, **foreign) for name in ("hybrid+eagle3", "eagle3:window 64")]
+    results += [replace(entry, lossless=LosslessReport(8, 7, 0, 1), **foreign)]
     report = Report(environment, measured, results).to_json()
     (tmp_path / "report.json").write_text(json.dumps(report))
     for name in ("report.svg", "holiday.png", "rounds.jsonl"):
@@ -207,6 +210,16 @@ def test_the_card_says_what_counts(hub, run, tmp_path):
     assert "--speculative-draft-model-path me/mine" in card and "| stories | chain, K 7" in card
 
 
+def test_the_card_of_medusa_2_says_that_its_target_answers_otherwise(saved_target, tmp_path, capsys):
+    head = build_head(MedusaConfig(type="medusa", num_depths=2, target_lora_rank=2), Target.load(saved_target))
+    save_head(head, tmp_path / "head")
+    push(tmp_path / "head", "me/mine", base_model="org/base", dry_run=True)
+    said = capsys.readouterr().out
+    assert "with target_adapter/ merged into it, which answers otherwise than the model alone" in said
+    assert "target_adapter/adapter_model.safetensors" in said and "not what it answers" not in said
+    assert "vllm serve MERGED_TARGET --spec" in said and "vllm serve org/base" not in said
+
+
 def test_figures_are_the_heads_own_told_by_its_fingerprint(hub, run, tmp_path):
     """Another head of the family on the same target is in the report too: its figures go nowhere."""
     push(run, "me/mine", base_model="org/base", report=tmp_path / "report.json", endpoint=hub.url)
@@ -246,12 +259,6 @@ def test_a_dry_run_sends_nothing(hub, run, capsys):
     said = capsys.readouterr().out
     assert hub.calls == [] and "model.safetensors" in said
     assert "base_model: org/base" in said and "Not measured yet" in said and "model-index" not in said
-
-
-def test_a_pull_request_is_opened(hub, run, capsys):
-    push(run, "me/mine", base_model="org/base", create_pr=True, endpoint=hub.url)
-    assert capsys.readouterr().out.endswith("/me/mine/discussions/1\n")
-    assert any("create_pr=1" in call for call in hub.calls)
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(hub, run, tmp_path, saved_target):

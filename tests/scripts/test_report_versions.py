@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.export import read_folder
+from headstart.engines.heads import save_head
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.registry import build_drafter, training_record
-from headstart.eval.measurement.config import MeasureConfig
+from headstart.eval.figures.recorded_training import RecordedTraining
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.result import RecordedTraining
-from headstart.eval.plan.machine_profile import PROFILES, load_profile
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.report.comparison import headline, read_evaluation, standings, unlike
-from headstart.eval.report.comparison_page import write_page
-from headstart.eval.report.document import Report, build_report, read_report, write_report
 from headstart.eval.report.page import render
+from headstart.eval.report.results.document import Report, build_report, read_report, write_report
 from headstart.eval.suites.prompts import load_suite
-from headstart.heads.export.write import read_folder
-from headstart.heads.registry import save_head
-from headstart.heads.target import Target
 from headstart.scripts.compare import show
 from headstart.scripts.push_command import card, lossless_report
+from headstart.targets.target import Target
 
 pytest.importorskip("hypothesis", reason="the dev extra has it")
 from hypothesis import HealthCheck, given, settings
@@ -92,12 +90,11 @@ def read_by_all(measured: Path, document: Any, scratch: Path) -> None:
         both = [read_evaluation(measured / "eval", "eval"), read_evaluation(path.parent, "other")]
         json.dumps([evaluation.summary() for evaluation in both])
         show([], both)
-        write_page(scratch, both, [])
         assert headline(standings(both)) and unlike(both) is not None
 
     def push() -> None:
         report = lossless_report(path, head.record)
-        assert "## Measured" in card(head, "me/mine", to="hf", base_model="owner/target", report=report)
+        assert "## Measured" in card(head, "me/mine", to="vllm", base_model="owner/target", report=report)
 
     for reader in (compare, push, lambda: render(read_report(path))):
         try:
@@ -130,17 +127,3 @@ def test_a_report_with_other_keys_is_read_or_refused(wrong, measured, tmp_path_f
     for place, value in wrong:
         document = changed(document, at[place % len(at)], VALUES[value])
     read_by_all(measured, document, tmp_path_factory.getbasetemp() / "read")
-
-
-@few
-@given(wrong=mutations)
-def test_a_machine_profile_with_other_keys_is_read_or_refused(wrong, tmp_path_factory):
-    document = json.loads(next(PROFILES.glob("*.json")).read_text())
-    at, path = places(document), tmp_path_factory.getbasetemp() / "machine.json"
-    for place, value in wrong:
-        document = changed(document, at[place % len(at)], VALUES[value])
-    path.write_text(json.dumps(document))
-    try:
-        load_profile(str(path))
-    except BadInput as error:
-        assert str(path) in str(error) and "\n" not in str(error)

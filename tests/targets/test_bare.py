@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.heads.loading import TargetConfig
-from headstart.heads.target import Target
-from headstart.heads.targets.bare import BareTarget, NeedsLayers
-from headstart.heads.targets.parts import OutputUse
+from headstart.base.errors import BadInput
+from headstart.targets.bare import BareTarget, NeedsLayers
+from headstart.targets.loading import TargetConfig
+from headstart.targets.parts import OutputUse
+from headstart.targets.target import Target
 from kind import quietly
 from kinds import FAST, KINDS
 from safetensors.torch import load_file, save_file
@@ -73,6 +73,55 @@ def test_a_quantised_output_layer_is_dequantised_as_in_the_whole_target(tmp_path
     bare = BareTarget.read(TargetConfig(path=str(tmp_path)), whole.output_use)
     assert torch.equal(bare.output_layer.weight, whole.output_layer.weight) and bare.dtype == torch.bfloat16
     assert whole.output_layer.weight.float().norm() > 1 and bare.layers[0].mlp.up_proj.weight.device.type == "meta"
+
+
+def packed(weight: torch.Tensor, method: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint of that method has in a layer's weight's place [O, I], by what takes `weight`'s place in its
+    name; zeros, as nothing of ours reads them."""
+    (rows, columns), half = weight.shape, torch.bfloat16
+    scales = {"weight_scale": torch.zeros(rows, columns // 16, dtype=half)}
+    return {
+        "W8A8": {"weight": weight.char(), "weight_scale": torch.zeros(rows, 1, dtype=half)},
+        "W4A16": {"weight_packed": torch.zeros(rows, columns // 8).int(), **scales},
+        "FP8": {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": torch.zeros(rows, 1, dtype=half)},
+        "AWQ": {"qweight": torch.zeros(columns, rows // 8).int(), "qzeros": torch.zeros(1, rows // 8).int()},
+        "GPTQ": {"qweight": torch.zeros(columns // 8, rows).int(), "g_idx": torch.zeros(columns).int()},
+        "NVFP4": {"weight": torch.zeros(rows, columns // 2).byte(), "weight_scale_2": torch.zeros(())},
+    }[method]
+
+
+PACKED = {
+    "W8A8": {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]},
+    "W4A16": {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]},
+    "FP8": {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]},
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("method", PACKED)
+def test_of_packed_layers_embedding_norm_and_output_layer_are_read_as_they_are(method, is_tied, tmp_path):
+    """Without the method's package: a server computes these layers, in which our process has no part."""
+    stored = saved(tmp_path, tie_word_embeddings=is_tied)
+    whole, ids = Target.load(tmp_path), torch.arange(256)[None]
+    for name, value in list(stored.items()):
+        if value.ndim == 2 and ".layers." in name:
+            del stored[name]
+            stored |= {name.replace("weight", part): tensor for part, tensor in packed(value, method).items()}
+    rewrite(tmp_path, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": PACKED[method]}))
+    bare = BareTarget.read(TargetConfig(path=str(tmp_path)))
+    assert (
+        bare.final_norm is not None
+        and whole.final_norm is not None
+        and bare.layers[0].mlp.up_proj.weight.device.type == "meta"
+    )
+    assert bare.dtype == whole.dtype and torch.equal(bare.embed(ids), whole.embed(ids))
+    states = torch.randn(3, whole.hidden_size, dtype=whole.dtype)
+    assert torch.equal(bare.logits(bare.final_norm(states)), whole.logits(whole.final_norm(states)))
 
 
 @pytest.mark.parametrize("kept", ["both", "lm_head", "embed_tokens"])

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from headstart.configs.children import free_port
-from headstart.configs.jsonl import read_appended
+from headstart.base.children import free_port
+from headstart.base.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.scripts.data.extract import extract
 from headstart.train import trainer
-from headstart.train.config import load_run
+from headstart.train.inputs.config import load_run
 
 BY_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,7 +48,7 @@ def run(world, tmp_path):
         train = {"max_steps": 6, "batch_size": 2, "warmup_steps": 2, "learning_rate": 3e-3, "device": "cpu"}
         train |= {"output_dir": str(tmp_path / name), "decode_tokens": 16}
         path = write_config(tmp_path / f"{name}.yaml", world, head_type, train=train)
-        trainer.train(load_run(path, overrides))
+        trainer.train_head(load_run(path, overrides))
         return tmp_path / name
 
     return start
@@ -97,7 +97,7 @@ class Launching:
 
     def alone(self, folder: Path, *overrides: str) -> Path:
         """By this process, with two rows a batch."""
-        trainer.train(load_run(self.write(folder, batch_size=2), overrides))
+        trainer.train_head(load_run(self.write(folder, batch_size=2), overrides))
         return folder
 
     def command(self, backend: str, *what: str, flags: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:

@@ -20,7 +20,7 @@ from headstart.train.loop import Loop
 
 
 class StuckLoop(Loop):
-    def step(self, step: int, batches: Any) -> dict[str, Any]:
+    def step(self, step: int, batches: Any) -> dict[str, Any] | None:
         if step == 3:
             time.sleep(600)
         return super().step(step, batches)

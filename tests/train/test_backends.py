@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_appended
 from headstart.train import loop, trainer
-from headstart.train.checkpoint import checkpoints
-from headstart.train.config import TrainConfig
+from headstart.train.checkpoint import Best, Progress, checkpoints
+from headstart.train.inputs.config import TrainConfig
+from headstart.train.watching.trend import Trend
 from run_files import final, losses, metrics
 
 pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
@@ -75,13 +76,6 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
     assert metrics(half) == metrics(whole)
     for name, value in final(whole).items():
         assert torch.equal(final(half)[name], value), name
-
-
-@pytest.mark.slow
-def test_adamw_takes_muons_place_where_matrices_are_in_parts(launching, shared_memory_op, single, tmp_path):
-    how = ("train.optimizer=muon", "train.learning_rate=1e-2", "train.adamw_learning_rate=3e-3")
-    same_training(launching.finish("zero2", tmp_path / "parts", *how), single)
-    assert (tmp_path / "parts.log").read_text().count("AdamW at 0.003") == 1
 
 
 @pytest.mark.slow
@@ -187,9 +181,8 @@ def test_a_signal_saves_and_leaves(number, code, run, monkeypatch, tmp_path, cap
     assert metrics(run("medusa", "half")) == metrics(whole)
 
 
-def test_a_signal_that_ends_one_ranks_wait_for_batches_stops_all(monkeypatch):
+def test_a_signal_that_ends_one_ranks_wait_for_batches_stops_all():
     """Two ranks in threads: to one of them a signal came, and no batch; to the other a batch."""
-    monkeypatch.setattr(loop, "Speed", lambda *_: None)
     meeting, flags, stopped = threading.Barrier(2), {}, {}
 
     def no_batch():
@@ -204,7 +197,7 @@ def test_a_signal_that_ends_one_ranks_wait_for_batches_stops_all(monkeypatch):
 
         parts = {"config": TrainConfig(output_dir="unused", max_steps=2), "head": None, "total": total}
         backend: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")), **parts)
-        others: dict[str, Any] = dict.fromkeys(("place", "trend"))
+        others: dict[str, Any] = {"place": None, "progress": Progress(0, 2, Best(), Trend())}
         others |= {"stopping": SimpleNamespace(received=received), "watchdog": SimpleNamespace(at=lambda _: None)}
         one = loop.Loop(backend, **others, deadline=math.inf, may_lack_batches=True)
         with suppress(loop.NoBatch):

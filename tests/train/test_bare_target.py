@@ -6,15 +6,16 @@ import shutil
 import pytest
 import torch
 import yaml
-from headstart.configs.errors import BadInput
-from headstart.heads.loading import TargetConfig
-from headstart.heads.target import Target
-from headstart.heads.targets.bare import BareTarget, NeedsLayers
-from headstart.heads.targets.parts import OutputUse
+from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS
 from headstart.scripts.data.extract import extract
-from headstart.train import target as module
+from headstart.targets.bare import BareTarget, NeedsLayers
+from headstart.targets.loading import TargetConfig
+from headstart.targets.parts import OutputUse
+from headstart.targets.target import Target
 from headstart.train import trainer
-from headstart.train.config import load_run
+from headstart.train.inputs import target as module
+from headstart.train.inputs.config import load_run
 from run_files import losses, validations
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +28,6 @@ KINDS = {
     "granite, scaled": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 6.0}),
     "cohere, scaled": ("cohere", {"logit_scale": 0.0625}),
     "gemma2, capped": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}),
-    "modernbert, a part before the output": ("modernbert-decoder", {"num_key_value_heads": ...}),
 }
 
 
@@ -72,7 +72,7 @@ def ran(saved_target, tmp_path):
             extract(config(target, head, dtype), stored, [], storage_dtype="bfloat16", device="cpu")
         out = tmp_path / name
         keys = [f"train.output_dir={out}", f"data.features={stored}", *overrides]
-        trainer.train(load_run(config(target, head, dtype), keys))
+        trainer.train_head(load_run(config(target, head, dtype), keys))
         return losses(out), [figures for _, figures in validations(out)]
 
     return run
@@ -88,7 +88,7 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "head"), zip(KINDS, ["eagle3", "medusa"] * 3, strict=True))
+@pytest.mark.parametrize(("kind", "head"), zip(KINDS, ["eagle3", "medusa", "eagle3", "medusa", "eagle3"], strict=True))
 def test_losses_are_bit_for_bit_those_of_the_whole_target(kind, head, saved, ran, loaded, monkeypatch):
     target = saved(kind)
     bare = ran(target, head, "bare")
@@ -106,7 +106,7 @@ def test_in_16_bits_too(saved, ran, loaded, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["eagle", "hydra", {"type": "block"}, {"type": "eagle3", "draft_vocab_size": 32}])
+@pytest.mark.parametrize("head", ["eagle", "medusa", {"type": "block"}, {"type": "eagle3", "draft_vocab_size": 32}])
 def test_every_family_that_reads_states_alone_has_the_same_losses(head, saved_target, ran, loaded, monkeypatch):
     bare = ran(saved_target, head, "bare")
     monkeypatch.setattr(module, "reader_of_layers", lambda *_: "the test asks for them")
@@ -153,7 +153,7 @@ def test_features_that_do_not_say_how_the_output_layer_is_used_take_the_whole_ta
     before = ran(saved_target, "medusa", "a")
     path = tmp_path / "features of medusa" / "manifest.json"
     manifest = json.loads(path.read_text())
-    assert manifest["output"] == {"logit_scale": 1.0, "caps_wide": False, "before_output": None}
+    assert manifest["output"] == {"logit_scale": 1.0, "caps_wide": False, "is_capped": True}
     manifest["output"] = {"logit_scale": 1.0}
     fields = {key: value for key, value in manifest.items() if key != "output"}
     reason = module.reader_of_layers(load_run(tmp_path / "run.yaml", ["train.output_dir=x"]), fields)
@@ -200,3 +200,18 @@ def test_without_layers_a_target_refuses_to_read_or_decode(saved_target):
     with pytest.raises(BadInput, match="without its layers, so this target can be trained on, but not decoded"):
         bare.new_cache(8)
     assert not bare.can_decode
+
+
+CASES = [(name, ["padded", "bucketed"][i % 2]) for i, name in enumerate(sorted(HEADS))]
+
+
+@pytest.mark.parametrize(("head_type", "layout"), CASES)
+@pytest.mark.fast_only(head_type=["eagle3", "mtp"])
+def test_offline_and_online_training_have_the_same_losses(layout, head_type, run, features):
+    how = f"data.layout={layout}", "data.max_length=60"
+    stored = features(head_type, "features", *how)
+    online = run(head_type, "online", *how)
+    offline = run(head_type, "offline", *how, f"data.features={stored}")
+    # a start in closed form is made of states that may differ by rounding, and steps enlarge that
+    assert losses(online) == pytest.approx(losses(offline), rel=5e-4) and len(losses(online)) == 6
+    assert not (offline / "tokens").exists()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.configs.terminal import PlainConsole
-from headstart.heads.nn.fusing import Fusable, fuse
-from headstart.train.config import TrainConfig
+from headstart.base.errors import BadInput
+from headstart.base.terminal import PlainConsole
+from headstart.heads.loss.fusing import Fusable, fuse
+from headstart.train.inputs.config import TrainConfig
 from headstart.train.start import fuse_where_asked
 from run_files import losses, weights
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from run_files import losses
 
 SHARED = "train.context_parallel=2"
 HEADS = {
     "eagle3": {"start": "random", "sliding_window": 9},
-    "block": {"num_blocks": 12, "markov_rank": 8, "narrow_share": 0.5},  # chains drawn, the same in both
+    "block": {"blocks_per_row": 12, "markov_rank": 8},  # chains drawn, the same in both
 }
 
 

@@ -1,10 +1,12 @@
-"""What training went wrong is named, and never takes the place of what was well."""
+"""What training went wrong is named and never takes the place of what was well."""
+
+from typing import Any
 
 import pytest
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.train import trainer
 from headstart.train.checkpoint import checkpoints
-from headstart.train.trend import Trend
+from headstart.train.watching.trend import Trend
 from run_files import losses
 
 
@@ -50,14 +52,16 @@ def test_divergence_is_named_once_and_the_checkpoints_of_before_stay(run, tmp_pa
     )
     folder = run("eagle3", "a", *how, "train.checkpoint_every=1")
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("step 3: the loss diverges (losses of late 11.92, ") == told.count("the loss diverges") == 1
+    assert told.count("the loss diverges") == 1
+    assert "step 3: the loss diverges (losses of late " in told, told[told.index("diverges") - 30 :][:200]
     assert "take a lower train.learning_rate, in another train.output_dir" in told
     assert saved(folder) == [1, 2, 4, 5]
 
 
 def test_a_run_that_goes_on_compares_with_its_first_loss(run, monkeypatch, capsys):
     """Although that was not logged: 7 is below three times the first, and above three times the loss of step 2."""
-    losses, real = [10.0, 2.0, 2.0, 7.0, 7.0, 7.0], trainer.Loop.step
+    losses = [10.0, 2.0, 2.0, 7.0, 7.0, 7.0]
+    real: Any = trainer.Loop.step
     monkeypatch.setattr(trainer.Loop, "step", lambda self, step, some: {**real(self, step, some), "loss": losses[step]})
     for how in (["train.stop_at_step=2"], []):
         run("medusa", "a", "train.log_every=2", *how)

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from headstart.configs.jsonl import read_appended
+from headstart.base.jsonl import read_appended
+from headstart.data_pipelines.rows.samples import Sample
 from headstart.data_pipelines.storage.extract import ExtractConfig, fields_of
 from headstart.data_pipelines.storage.features import Reads, origin_of
 from headstart.data_pipelines.storage.quantise import pack
-from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
 from headstart.data_pipelines.storage.shards import ShardWriter
-from headstart.heads.loading import TargetConfig
-from headstart.heads.targets.bare import BareTarget
-from headstart.heads.targets.parts import OutputUse
-from headstart.train.config import load_inputs
+from headstart.targets.bare import BareTarget
+from headstart.targets.cpu.build import multiplies_bf16
+from headstart.targets.loading import TargetConfig
+from headstart.targets.parts import OutputUse
+from headstart.train.inputs.config import load_inputs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -113,5 +114,6 @@ def test_training_starts_in_the_memory_of_the_output_layer(large, tmp_path):
     losses = [row["loss"] for row in read_appended(tmp_path / "run" / "metrics.jsonl")]
     assert losses == pytest.approx([np.log(VOCABULARY)] * 2, rel=1e-3), "an output layer of zeros guesses evenly"
     memory, seconds = map(float, done.stdout.split("used ")[1].split())
-    assert memory < 4 * GB, f"{memory / GB:.2f} GB, of which 2.1 are the output layer and 1.1 the head in training"
+    most = 4.5 if multiplies_bf16() else 8  # the latter keeps the output layer's panels in fp32: 7.1 GB with AVX2
+    assert memory < most * GB, f"{memory / GB:.2f} GB, of which 2.1 are the output layer and 1.1 the head in training"
     assert seconds < 60, f"{seconds:.0f} s of a processor in all, after {time.time() - began:.0f} s"

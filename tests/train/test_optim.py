@@ -1,13 +1,15 @@
 """Which parameter goes to which optimizer, at which learning rate; and one step of Muon written out."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.heads.registry import build_head, head_class
-from headstart.train.config import TrainConfig
+from headstart.base.errors import BadInput
+from headstart.engines.heads import build_head, head_class
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.train.inputs.config import TrainConfig
 from headstart.train.optim import MuonAdamW, WideMuon, build_optimizer, learning_rate_share, without_whole_matrices
 
 
@@ -40,6 +42,45 @@ def test_muon_takes_inner_matrices_and_adamw_vectors_and_output_layers(head, con
     assert all(p.ndim == 2 and target.vocab_size not in p.shape for p in matrices)
     assert all(p.ndim < 2 or target.vocab_size in p.shape for p in others)
     assert {group["peak"] for group in muon} == {1e-2} and {group["peak"] for group in adamw} == {2e-3}
+
+
+OF_TOKENS = {  # of targets with 61 tokens, D 32 and an MLP of 48
+    "eagle3 draft_vocab_size=32": "lm_head.weight",
+    "eagle3 draft_vocab_size=48": "lm_head.weight",
+    "eagle draft_vocab_size=32": "",
+    "mtp draft_vocab_size=48": "",
+    "medusa num_depths=2 draft_vocab_size=32": "0.1.weight 1.1.weight",
+    "draft_lm intermediate_size=61": "lm_head.weight model.embed_tokens.weight",
+    'block output="own" draft_vocab_size=20 markov_rank=8': "lm_head.weight markov_head.markov_w2.weight",
+    'block output="own" draft_vocab_size=32 markov_rank=0 selector_rank=4': "lm_head.weight "
+    "candidate_selector.successor_codebook",
+}
+
+
+@pytest.mark.parametrize("head", OF_TOKENS)
+def test_adamw_takes_matrices_over_a_vocabulary_and_no_others_of_its_size(head, config, tiny_target):
+    kind, *keys = head.split()
+    made = build_small(kind, tiny_target(), **{key: json.loads(value) for key, value in (k.split("=") for k in keys)})
+    optimizer = build_optimizer(made, config)
+    others = {id(p) for group in optimizer.parts[-1].param_groups for p in group["params"]}
+    matrices = {name for name, p in made.named_parameters() if p.ndim == 2 and id(p) in others}
+    assert matrices == set(OF_TOKENS[head].split())
+
+
+def build_small(kind, target, **keys):
+    ids = torch.arange(keys["draft_vocab_size"]) if "draft_vocab_size" in keys else None
+    return build_head(head_class(kind).config_class(type=kind, **keys), target, draft_token_ids=ids)
+
+
+def test_a_fitted_head_with_as_many_drafted_tokens_as_channels_takes_a_step(config, tiny_target):
+    head = build_small("eagle3", tiny_target(), draft_vocab_size=32)
+    assert isinstance(head, Eagle3Head)
+    head.feature_sizes = torch.ones(head.fc.in_features)
+    before = head.fc.weight.detach().clone()
+    optimizer = build_optimizer(head, config)
+    give_gradients(head)
+    optimizer.step()
+    assert not torch.equal(head.fc.weight, before)
 
 
 def test_a_matrix_with_input_scales_is_updated_as_if_its_input_were_scaled(config, target):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.configs.owned import LOCK, OwnedFolder
+from headstart.base.errors import BadInput
+from headstart.base.owned import LOCK
 from headstart.train import loop, trainer
 from headstart.train import start as starting
-from headstart.train.config import load_run
+from headstart.train.inputs.config import load_run
 from run_files import contents, losses, weights
 from transformers import AutoModelForCausalLM
 
@@ -30,27 +30,6 @@ def other_rows(world, tmp_path):
     path.write_text((world / "rows.jsonl").read_text().replace("[1, 5, 9,", "[1, 6, 9,", 1))
     assert path.stat().st_size == (world / "rows.jsonl").stat().st_size
     return path
-
-
-def test_a_second_run_into_a_folder_in_use_touches_nothing(run, tmp_path):
-    folder = run("medusa", "a", "train.stop_at_step=2")
-    with OwnedFolder(folder, command="headstart train"):
-        before = contents(tmp_path)
-        for more in ("train.max_steps=6", "train.learning_rate=1"):
-            assert f"{folder}: in use by process {os.getpid()} on " in refusal(run, "medusa", "a", more)
-        assert contents(tmp_path) == before
-    with OwnedFolder(tmp_path / "new", command="headstart train") as new:
-        refusal(run, "medusa", "new")
-        assert new.path.exists(), "the first one's, which has only begun"
-
-
-@pytest.mark.parametrize("name", ["tokens/mine", "best/mine", "metrics.jsonl"])
-def test_a_folder_of_the_users_own_is_refused_untouched(name, run, tmp_path):
-    path = tmp_path / "a" / name
-    path.parent.mkdir(parents=True)
-    path.write_text("mine")
-    assert "a: holds other files" in refusal(run, "medusa", "a")
-    assert contents(tmp_path / "a") == {name: b"mine"}
 
 
 def killed_before_its_config_is_written(run, monkeypatch):
@@ -170,7 +149,7 @@ def test_a_config_may_say_home(tmp_path, monkeypatch, world):
     for name in ("target", "rows.jsonl"):
         (tmp_path / name).symlink_to(world / name)
     path.write_text(json.dumps({"target": target, "head": {"type": "medusa"}, "data": data, "train": train}))
-    trainer.train(load_run("~/a.yaml"))
+    trainer.train_head(load_run("~/a.yaml"))
     assert (tmp_path / "a" / "final").is_dir() and LOCK in os.listdir(tmp_path / "a")
 
 
@@ -186,6 +165,15 @@ def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path,
         "malformed": 1,
         "dropped": 1,
     }
+
+
+def test_a_piece_without_a_token_to_draft_takes_no_row_away(run, tmp_path):
+    """Of 13 tokens in pieces of 6, the last piece has one supervised token."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": list(range(10, 23)), "prompt_length": 2}) + "\n")
+    folder = run("medusa", "a", f"data.train={path}", "data.max_length=6", "data.too_long=split", "train.max_steps=1")
+    manifest = json.loads((folder / "tokens" / "manifest.json").read_text())
+    assert (manifest["num_rows"], manifest["row_counts"]) == (3, {"kept": 1, "split": 1})
 
 
 def test_rows_that_are_not_read_whole_are_counted(run, world, tmp_path, capfd):

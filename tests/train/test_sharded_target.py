@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.configs.children import free_port
-from headstart.configs.errors import BadInput
+from headstart.base.children import free_port
+from headstart.base.errors import BadInput
 from run_files import losses, validations
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -57,9 +57,9 @@ def test_the_head_may_be_sharded_too(backend, launching, by_one, shared_memory_o
 
 WATCH = """
 import sys, torch, torch.distributed as dist
-from headstart.heads.loading import TargetConfig
-from headstart.heads.target import Target
-from headstart.heads.targets.sharded import ShardedTarget
+from headstart.targets.loading import TargetConfig
+from headstart.targets.target import Target
+from headstart.targets.sharded import ShardedTarget
 
 def bytes_of(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

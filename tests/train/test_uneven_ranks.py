@@ -11,7 +11,7 @@ import pytest
 from run_files import metrics
 
 pytestmark = pytest.mark.timeout(300, func_only=True)  # not counting the compilation for DeepSpeed
-BACKENDS, PACKED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "packed"), ("fsdp2", "packed")]
+BACKENDS, BUCKETED = ("ddp", "zero2", "zero3", "fsdp2"), [("zero3", "bucketed"), ("fsdp2", "bucketed")]
 SMALL = {"TESTS_CHUNK": "2000", "TESTS_KEPT": "300000"}
 # a start in closed form has large weights, which make rounding of 1e-6 grow: to 5e-4 in 60 steps, on some processors to
 # 3e-4 in 20; 10 have that start
@@ -36,7 +36,7 @@ def rows_of(folder):
 
 
 @pytest.mark.slow_only(head_type=("block", "eagle3"))
-@pytest.mark.parametrize(("backend", "layout"), [*((backend, "padded") for backend in BACKENDS), *PACKED])
+@pytest.mark.parametrize(("backend", "layout"), [*((backend, "padded") for backend in BACKENDS), *BUCKETED])
 def test_ranks_with_other_rows_never_wait_for_each_other_for_good(
     backend, layout, head_type, uneven, launching, by_one, shared_memory_op, tmp_path
 ):

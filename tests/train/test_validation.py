@@ -1,20 +1,32 @@
-"""A run is steered by acceptance: taught and decoded figures agree, the best head is kept, patience ends the run."""
+"""A run is steered by acceptance: taught and decoded figures agree, the best head is kept, patience ends the run, and
+the head says of its training what was found."""
 
 import json
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
+from accelerate import Accelerator
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_appended
+from headstart.data_pipelines.rows.samples import Sample
+from headstart.data_pipelines.storage.shard_file import StoredSample
+from headstart.data_pipelines.storage.shards import Shards, ShardWriter
+from headstart.engines.export import export_head
+from headstart.engines.heads import build_head, head_class, head_record, load_head
 from headstart.eval.decoding import generate, replay
-from headstart.eval.measurement.metrics import AcceptancePart, acceptance
+from headstart.eval.figures.metrics import AcceptancePart, acceptance
+from headstart.eval.figures.recorded_training import AnswerSettings
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.registry import load_head
-from headstart.heads.target import Target
+from headstart.targets.target import Target
+from headstart.train.backend import Backend
 from headstart.train.checkpoint import Best
-from headstart.train.speed import Operations, Speed, StepSpeed
+from headstart.train.inputs.config import TrainConfig
+from headstart.train.loop import Loop
+from headstart.train.optim import build_optimizer
+from headstart.train.training_record import answer_settings, common_ending
 from headstart.train.validation import Validation, ValidationResult
+from headstart.train.watching.speed import StepSpeed
 from run_files import final, metrics, validations, weights
 from safetensors.torch import load_file
 
@@ -87,6 +99,19 @@ def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkey
     assert [step for step, _ in found] == [10, 20, 30] and "decoded" not in found[0][1]
 
 
+def validation_of(head, rows, **settings):
+    config = TrainConfig(output_dir="unused", max_steps=1, decode_prompts=0, **settings)
+    backend = Backend(Accelerator(cpu=True), head, build_optimizer(head, config), config)
+    return Validation(backend, rows, SimpleNamespace(at=lambda where: None))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_validation_keeps_no_row_unpacked(features, target):
+    head = build_head(head_class("medusa").config_class(type="medusa", num_depths=3), target)
+    validation = validation_of(head, Shards(features("medusa", "stored")))
+    assert validation.measure().taught.num_rounds and validation.rows[0].packed is not None
+    assert not any("states" in vars(row) for row in validation.rows)
+
+
 def test_the_best_head_is_kept(run, world, monkeypatch):
     lengths = iter([1.5, 2.0, 1.8])
     monkeypatch.setattr(Validation, "measure", lambda self: ValidationResult(3, AcceptancePart(9, next(lengths), [])))
@@ -112,6 +137,25 @@ def test_patience_ends_a_run_and_an_interrupted_one_alike(validated, capsys):
     assert metrics(half) == metrics(whole)
 
 
+def test_a_run_in_slices_waits_as_one_at_once(validated, monkeypatch):
+    """A slice that ends between two validations has one of its own, which no patience counts."""
+    how = ("train.patience=2", "train.learning_rate=1e-9", "train.validate_every=2", "train.checkpoint_every=2")
+    whole, _ = validated("medusa", "whole", *how)
+    take = Loop.step
+
+    def late(self, step, batches):
+        row = take(self, step, batches)
+        self.is_late = self.is_late or step == 2
+        return row
+
+    monkeypatch.setattr(Loop, "step", late)
+    validated("medusa", "half", *how)
+    monkeypatch.setattr(Loop, "step", take)
+    half, found = validated("medusa", "half", *how)
+    assert [step for step, _ in found] == [2, 3, 4, 6]
+    assert [row for row in metrics(half) if row["step"] != 3] == [row for row in metrics(whole) if row["step"] != 3]
+
+
 def test_patience_needs_validations(run, validated):
     with pytest.raises(BadInput, match=r"train.patience 1: counts validations, so data.validation must be given"):
         run("medusa", "a", "train.patience=1", "train.validate_every=2")
@@ -123,31 +167,16 @@ def test_only_a_better_validation_is_the_best():
     best = Best()
     assert [best.take(step, length) for step, length in enumerate([1.5, 1.5, None, 1.6])] == [True, False, False, True]
     assert best == Best(step=3, acceptance_length=1.6, waited=0)
+    assert [best.take(4, length, is_due=False) for length in (1.5, 1.7)] == [False, True]
+    assert best == Best(step=4, acceptance_length=1.7, waited=0)
 
 
 # How fast
 
 
-def test_operations_are_counted_and_change_nothing():
-    a, b = torch.randn(5, 7, requires_grad=True), torch.randn(7, 3)
-    plain = torch.nn.functional.smooth_l1_loss(a @ b, torch.ones(5, 3))
-    with Operations() as counted:
-        loss = torch.nn.functional.smooth_l1_loss(a @ b, torch.ones(5, 3))
-        loss.backward()
-    assert counted.total == 2 * (2 * 5 * 7 * 3), "the product, and the gradient of one factor"
-    assert torch.equal(loss, plain)
-
-
-def test_a_step_is_set_against_what_the_machine_can_do():
-    speed = Speed(torch.device("cpu"), torch.float32)
-    a = torch.randn(512, 512)
-    with speed.counted(4):
-        torch.matmul(a, a)
-    with speed.counted(4):
-        pass
-    step = speed.of_step(num_positions=8, seconds=2.0, waited=0.5, num_groups=3)
+def test_a_steps_speed_is_of_all_processes():
+    step = StepSpeed.of(torch.device("cpu"), num_positions=24, seconds=2.0, waited=0.5)
     assert step.tokens_per_second == 12 and step.data_wait == 0.25 and step.peak_bytes > 10_000_000
-    assert math.isclose(step.mfu, 2 * 512**3 * 2 / 2.0 / speed.rate, abs_tol=1e-4)
 
 
 def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, capsys):
@@ -163,18 +192,57 @@ def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, caps
 def test_every_step_tells_its_speed(run):
     rows = read_appended(run("medusa", "a") / "metrics.jsonl")
     assert all(StepSpeed.__dataclass_fields__.keys() <= row.keys() for row in rows)
-    assert all(0 < row["mfu"] < 1 and 0 <= row["data_wait"] < 1 for row in rows)
+    assert all(0 <= row["data_wait"] < 1 < row["tokens_per_second"] for row in rows)
 
 
-@pytest.mark.slow
-def test_tensorboard_has_the_curve(run, world):
-    name = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(name)
-    how = ("train.tensorboard=true", f"data.validation={world / 'rows.jsonl'}", "train.validate_every=3")
-    run("medusa", "a", *how, "train.stop_at_step=4")
-    folder = run("medusa", "a", *how)
-    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    losses = {row["step"]: row["loss"] for row in read_appended(folder / "metrics.jsonl") if "loss" in row}
-    assert {one.step: one.value for one in events.Scalars("loss")} == pytest.approx(losses)
-    assert [one.step for one in events.Scalars("validation/decoded/acceptance_length")] == [3, 6]
+def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run, world, tmp_path):
+    rows = f"data.validation={world / 'rows.jsonl'}"
+    folder = run("eagle3", "a", rows, "train.validate_every=3", "train.decode_tokens=8", "data.max_length=24")
+    validated = validations(folder)
+    training = head_record(folder / "final").training or {}
+    assert (training["steps"], training["validation"]) == validated[-1] and validated[-1][0] == 6
+    best = head_record(folder / "best").training or {}
+    assert (best["steps"], best["validation"]) == max(validated, key=lambda one: one[1]["acceptance_length"])
+    assert (training["max_length"], training["num_depths"], training["target_dtype"]) == (24, 3, "float32")
+    assert training["answers"] is training["target_quantization"] is None
+    assert len(training["template_hash"]) == 16 and json.loads(json.dumps(training)) == training
+
+    export_head(folder, tmp_path / "served", to="vllm")
+    assert head_record(tmp_path / "served").training == training
+
+
+def test_without_validation_rows_the_record_says_so(run):
+    training = head_record(run("medusa", "a", "train.max_steps=1", "train.warmup_steps=0") / "final").training or {}
+    assert training["validation"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ending"),
+    [
+        ([[5, 9, 7, 8], [6, 7, 8], [7, 8]], [7, 8]),
+        ([[5, 9, 7, 8], [6, 7, 9]], []),
+        ([[5, 7, 8], [], [1]], [5, 7, 8]),  # a text, with its bos or without, says nothing of how prompts end
+    ],
+)
+def test_the_ending_is_what_all_prompts_share(prompts, ending, tmp_path):
+    writer = ShardWriter(tmp_path)
+    for prompt in prompts:
+        writer.add(StoredSample(Sample.of([*prompt, 3, 4, 2], [False] * len(prompt) + [True] * 3)))
+    writer.finish()
+    assert common_ending(Shards(tmp_path)) == ending
+
+
+def test_a_later_piece_of_a_trace_is_no_prompt(tmp_path):
+    writer = ShardWriter(tmp_path)
+    writer.add(StoredSample(Sample.of([5, 7, 3, 4], [False, False, True, True])))
+    writer.add(StoredSample(Sample.of([3, 9, 3, 4], [False, False, True, True], segments=[1, 1, 1, 1])))
+    writer.finish()
+    assert common_ending(Shards(tmp_path)) == [5, 7]
+
+
+def test_how_answers_were_sampled_is_read_beside_them(tmp_path):
+    way = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 9, "seed": 0, "num_samples": 1, "thinking": True}
+    (tmp_path / "manifest.json").write_text(json.dumps({"settings": {"sampling": {"x.jsonl": way, "y.jsonl": way}}}))
+    expected = [AnswerSettings(temperature=0.7, top_p=1.0, top_k=0, thinking=True)]
+    assert answer_settings(str(tmp_path / "answers.jsonl")) == expected
+    assert answer_settings([str(tmp_path / "answers.jsonl"), "owner/name"]) is None

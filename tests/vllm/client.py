@@ -4,7 +4,8 @@
 
 JOB: {TARGET: {"folder", "dtype", "engine": options beside ENGINE, "max_new_tokens", "prompts": [[token ids]], "heads":
 {NAME: {"method", "model", "num_speculative_tokens"}}}}; a head without a "model" lies in the folder that it names as
-"within": its target's, or one that says itself how it is served; "mended" names a kernel of MENDED. RESULT: {NAME:
+"within": its target's, or one that says itself how it is served; "mended" names a kernel of MENDED; "then": a head
+whose weights take the place of its own before anything is decoded. RESULT: {NAME:
 {"texts": token ids, "rounds": per prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts
 accepted at each position}}, or {"error": its line}.
 """
@@ -53,12 +54,14 @@ def main() -> None:
 
 
 def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
-    folder = speculation.pop("within", job["folder"])
+    folder, then = speculation.pop("within", job["folder"]), speculation.pop("then", "")
     how = {**ENGINE, **job["engine"], "dtype": job["dtype"]}
     llm = LLM(model=folder, **how, speculative_config=speculation or None)
     drafts: list[list[int]] = []
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     spy_on(executor.driver_worker.worker.model_runner.drafter, drafts)
+    if then:
+        llm.collective_rpc("load_draft", args=(then,))
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], detokenize=False)
     texts, rounds = [], []
     for prompt in job["prompts"]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "targets")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "targets" / "kinds")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from dense import ALTERNATING, GRANITE, NOT_PER_LAYER
-from engines import asked_vllm, job_of, same_drafts, save_tokenizer, speculation, trained, write_rows
-from headstart.heads.export.check import check_folder
-from headstart.heads.export.write import export_head
-from headstart.heads.registry import load_head
-from headstart.heads.target import Target
+from headstart.engines.check import check_folder
+from headstart.engines.export import export_head
+from headstart.engines.heads import load_head
+from headstart.targets.target import Target
 from kind import VOCAB_SIZE, Kind, kind, wrapper
 from recurrent import CONVOLUTIONS, STEADY
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm_runs import asked_vllm, job_of, same_drafts, save_tokenizer, speculation, trained, write_rows
 from wrappers import AROUND, IMAGES, QWEN, TOWER, ids
 
 PROMPTS = [[1] + [(7 * i * i + 3 * i * j + 11) % 490 + 4 for i in range(5 + j)] for j in range(6)]

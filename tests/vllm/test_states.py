@@ -1,11 +1,7 @@
 """Hidden states from vLLM itself, through headstart's connector: those of `Target.forward`, and what comes of them."""
 
 import json
-import os
 import random
-import shutil
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,24 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from engines import OFFLINE, save_tokenizer
 from headstart.benchmarks.quickstart.prompts import orders
-from headstart.configs.children import free_port
-from headstart.configs.errors import BadInput
 from headstart.data_pipelines.served.reading import layers_asked
 from headstart.data_pipelines.served.state_server import StateServer
-from headstart.data_pipelines.served.vllm_process import VllmServer, serving_flags
+from headstart.data_pipelines.served.vllm_process import state_process
 from headstart.data_pipelines.storage.shards import Shards
+from headstart.engines.heads import load_head
+from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.decoding import generate
-from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.importing.gguf import cache_folder
-from headstart.heads.registry import load_head
-from headstart.heads.target import Target
+from headstart.eval.figures.metrics import acceptance
 from headstart.scripts.data.extract import extract
-from headstart.train.config import load_inputs, load_run
-from headstart.train.target import reads_of
-from headstart.train.trainer import train
+from headstart.targets.target import Target
+from headstart.targets.weights.gguf import cache_folder
+from headstart.train.inputs.config import load_inputs, load_run
+from headstart.train.inputs.target import reads_of
+from headstart.train.trainer import train_head
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from vllm_runs import OFFLINE, save_tokenizer
 
 SIZE, LENGTH = 120, 256  # of the vocabulary, of the context
 SIZES: dict[str, Any] = {
@@ -80,18 +75,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextmanager
-def serving(
-    python: str, folder: Path, layers: list[int], work: Path, *flags: str, tcp: str | None = None
-) -> Iterator[str]:
-    """A server's address; its states come as files in work/states, or from the address `tcp`."""
-    *how, transfer = serving_flags(layers, work / "states")
-    if tcp is not None:
-        transfer = json.dumps({**json.loads(transfer), "kv_connector_extra_config": {"tcp": tcp}})
-    words = ["--model", str(folder), "--dtype", "float32", *how, transfer, *SMALL, *flags]
+def serving(python: str, folder: Path, layers: list[int], work: Path, *flags: str) -> Iterator[str]:
+    """A server's address; its states come as files in work/states."""
+    engine, words = EngineSetting(name="vllm", python=python), ["--dtype", "float32", *SMALL, *flags]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", OFFLINE["HF_HUB_OFFLINE"])
         patch.setenv("VLLM_NO_USAGE_STATS", OFFLINE["VLLM_NO_USAGE_STATS"])
-        server = VllmServer(words, python=python, log=work / "vllm.log")
+        how = {"arguments": words, "adapter": None, "log": work / "vllm.log"}
+        server = state_process(engine, str(folder), layers, work / "states", **how)
         server.__enter__()
     try:
         yield server.url
@@ -120,9 +111,9 @@ def stored(config: str, output: Path, **how: Any) -> list[Any]:
     return list(Shards(output))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.json")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+def at(url: str) -> list[str]:
+    """Keys of a run whose states come from the server there."""
+    return ["engine.name=vllm", f"engine.server={url}"]
 
 
 def check_states(url: str, folder: Path) -> None:
@@ -147,7 +138,8 @@ def test_states_are_those_of_the_target_here(kind: str, python: str, folders: di
     """Whole extractions, with a server of our own; and rows asked for one by one."""
     config, flags = config_of(folders[kind], tmp_path), " ".join(SMALL)
     ours = stored(config, tmp_path / "here")
-    theirs = stored(config, tmp_path / "out", engine="vllm", vllm_python=python, vllm_flags=flags, shard_bytes=2**20)
+    by = ["engine.name=vllm", f"engine.python={python}", f"engine.args={flags}"]
+    theirs = stored(config, tmp_path / "out", overrides=by, shard_bytes=2**20)
     for a, b in zip(ours, theirs, strict=True):
         assert a.sample == b.sample
         torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
@@ -161,119 +153,22 @@ def test_chunks_and_kept_beginnings_change_nothing(running: str, folders: dict[s
         check_states(running, folders["untied, without bias"])
 
 
-def test_a_wrong_target_layer_dtype_or_tokenizer_is_refused(
-    running: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = folders["untied, without bias"]
-    for name in ("weights", "words"):
-        shutil.copytree(folder, tmp_path / name)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.model.layers[1].mlp.down_proj.weight.data *= 1.001
-    model.save_pretrained(tmp_path / "weights")
-    save_tokenizer(tmp_path / "words", num_words=SIZE - 1)
-    (tmp_path / "rows.jsonl").write_text(folder.with_name("rows.jsonl").read_text())
-    wrong = {
-        "serves target .* not .*/weights": config_of(tmp_path / "weights", tmp_path),
-        "has another tokenizer": config_of(tmp_path / "words", tmp_path / "words"),
-        r"layers \[1, 2, 3, 4\] of 4, asked for are \[0, 2, 4\]": config_of(
-            folder, tmp_path / "weights", {"type": "eagle3", "feature_layers": [0, 2]}
-        ),
-    }
-    for message, config in wrong.items():
-        with pytest.raises(BadInput, match=message):
-            stored(config, tmp_path / "out", engine="vllm", server=running)
-    right = config_of(folder, tmp_path)
-    with pytest.raises(BadInput, match="computes in dtype float32, target.dtype is bfloat16"):
-        stored(right, tmp_path / "out", engine="vllm", server=running, overrides=["target.dtype=bfloat16"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_20_kills_lose_and_repeat_no_row(running: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    config, source = config_of(folders["untied, without bias"], tmp_path), random.Random(1)
-    how: dict[str, Any] = {"engine": "vllm", "server": running, "shard_bytes": 100_000, "batch_tokens": 512}
-    whole = stored(config, tmp_path / "whole", **how)
-    num_shards = len(list((tmp_path / "whole").glob("shard_*")))
-    assert num_shards > 40
-    for number in range(20):
-        child = os.fork()
-        if child == 0:
-            try:
-                stored(config, tmp_path / "out", **how)
-            finally:
-                os._exit(0)
-        until, wanted = time.monotonic() + 300, num_shards * (number + 1) // 21
-        while len(list((tmp_path / "out").glob("shard_*"))) < wanted and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(source.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] != 0
-    found = stored(config, tmp_path / "out", **how)
-    for a, b in zip(whole, found, strict=True):  # states of another batch differ by rounding
-        assert a.sample == b.sample
-        torch.testing.assert_close(a.states.features, b.states.features, atol=1e-4, rtol=0)
-    names = [set(contents(tmp_path / name)) for name in ("whole", "out")]
-    assert names[0] == names[1]
-
-
-@pytest.mark.parametrize("way", ["files", "tcp"])
 def test_a_head_learns_from_states_that_it_gives_meanwhile(
-    way: str, python: str, folders: dict[str, Path], tmp_path: Path
+    python: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """The losses are those of features from the same server, up to the rounding of rows that it reads together."""
     folder = folders["untied, without bias"]
-    tcp = f"127.0.0.1:{free_port()}" if way == "tcp" else None
     losses: dict[str, list[float]] = {}
-    with serving(python, folder, [1, 2, 3, 4], tmp_path, tcp=tcp) as url:
+    with serving(python, folder, [1, 2, 3, 4], tmp_path) as url:
         config = config_of(folder, tmp_path)
-        stored(config, tmp_path / "features", engine="vllm", server=url)
-        for name, key in (("online", f"data.server={url}"), ("offline", f"data.features={tmp_path / 'features'}")):
-            how = [key, f"train.output_dir={tmp_path / name}", "train.max_steps=10", "train.batch_size=4"]
-            train(load_run(config, [*how, "train.device=cpu"]))
+        stored(config, tmp_path / "features", overrides=at(url))
+        for name, keys in (("online", at(url)), ("offline", [f"data.features={tmp_path / 'features'}"])):
+            how = [*keys, f"train.output_dir={tmp_path / name}", "train.max_steps=10", "train.batch_size=4"]
+            train_head(load_run(config, [*how, "train.device=cpu"]))
             rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
             losses[name] = [row["loss"] for row in rows]
     assert losses["online"] == pytest.approx(losses["offline"], abs=1e-3) and len(losses["online"]) == 10
-    print(way, "equal" if losses["online"] == losses["offline"] else losses)
-    assert tcp is not None or not list((tmp_path / "states").iterdir())
-
-
-def test_a_killed_client_leaves_no_server(python: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    config, flags = config_of(folders["untied, without bias"], tmp_path), " ".join(SMALL)
-    child = os.fork()
-    if child == 0:
-        try:
-            stored(config, tmp_path / "out", engine="vllm", vllm_python=python, vllm_flags=flags, shard_bytes=10_000)
-        finally:
-            os._exit(0)
-    until = time.monotonic() + 600
-    while not list((tmp_path / "out").glob("shard_*")) and time.monotonic() < until:
-        time.sleep(0.01)
-    before = descendants(child)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] != 0 and len(before) > 1
-    until = time.monotonic() + 60
-    while any(map(runs, before)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(map(runs, before))
-
-
-def descendants(process: int) -> list[int]:
-    """Processes that a process started, and theirs."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == process:
-            found += [int(path.parent.name), *descendants(int(path.parent.name))]
-    return found
-
-
-def runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not list((tmp_path / "states").iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +180,7 @@ def smollm2(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """SmolLM2-135M-Instruct, rows that it wrote, and a server of what EAGLE-3 and Medusa read of it."""
     folder = cache_folder() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
-        pytest.skip("needs SmolLM2-135M-Instruct, by `headstart target get`")
+        pytest.skip("needs SmolLM2-135M-Instruct, from the package index")
     work = tmp_path_factory.mktemp("smollm2")
     inputs, target = load_inputs(config_of(folder, work, {"type": "eagle3"})), Target.load(folder, dtype="float32")
     prompts = prompts_of(target, ROWS, held_out=False)
@@ -313,7 +208,7 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Target, Pa
     config = config_of(Path(target.name), tmp_path, {"type": head, **SMALLER}, rows)
     short = ["data.max_length=512"]
     stored(config, tmp_path / "here", overrides=short)
-    stored(config, tmp_path / "out", overrides=short, engine="vllm", server=url)
+    stored(config, tmp_path / "out", overrides=[*short, *at(url)])
     losses, lengths, prompts = list[list[float]](), list[float](), prompts_of(target, HELD_OUT, held_out=True)
     for name in ("here", "out"):
         how = [
@@ -323,7 +218,7 @@ def test_a_head_learns_the_same_from_either(head: str, smollm2: tuple[Target, Pa
             "train.device=cpu",
         ]
         how += [f"train.max_steps={STEPS}", "train.batch_size=4", "train.log_every=1", "train.learning_rate=1e-4"]
-        final = train(load_run(config, how))
+        final = train_head(load_run(config, how))
         lines = [json.loads(line) for line in (final.parent / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
         decoded = generate(target, load_head(final, target), prompts, max_new_tokens=ANSWER, num_draft_tokens=3)

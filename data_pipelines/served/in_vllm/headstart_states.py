@@ -2,27 +2,26 @@
 
 It runs inside vLLM, from 0.32 on, beside the speculative "method" extract_hidden_states, which keeps the states of the
 chosen layers in a cache of its own. When a request is finished, its states are taken from there and written by a
-thread to FOLDER/NAME, whole or not at all, or kept in memory until they are fetched from HOST:PORT; the answer to the
-request says where, and which target, layers, dtype and tokenizer this server has. FOLDER or HOST:PORT is the server's
-own setting, `folder` or `tcp` of its kv_connector_extra_config: no client says where to write.
+thread to FOLDER/NAME, whole or not at all; the answer to the request says where, and which target, layers, dtype and
+tokenizer this server has. FOLDER is the server's own setting, `folder` of its kv_connector_extra_config: no client says
+where to write.
 """
 
 # pyright: reportMissingImports=false
 import json
-import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 import vllm
-from headstart_tcp import Outbox
+from headstart_files import SUFFIX, write
 from headstart_weights import vocabulary_digest, weights_digest
-from safetensors.torch import save, save_file
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
@@ -30,8 +29,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
-SUFFIX, FAILED = ".safetensors", ".failed"
 WRITERS = 4  # threads
+ADAPTER = "adapter_model.safetensors"  # the weights of one, in its folder
 LABEL = re.compile(r"[0-9a-f]{1,64}")
 DONE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
@@ -59,13 +58,10 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self.tcp: str | None = transfer.get_from_extra_config("tcp", None)  # HOST:PORT
         self.folder = Path(transfer.get_from_extra_config("folder", None) or "")
-        if self.tcp is None:
-            if not self.folder.is_absolute():
-                raise ValueError("kv_connector_extra_config: folder: expected an absolute path, or tcp HOST:PORT")
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self.outbox: Outbox | None = None  # of the worker that has the cache, where states are fetched
+        if not self.folder.is_absolute():
+            raise ValueError("kv_connector_extra_config: folder: expected an absolute path")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.group = group_of_states(kv_cache_config)
         self.ready: dict[str, Ready] = {}  # the scheduler's, by id of the request: since it last told the workers
         self.cache: Tensor | None = None  # [blocks, L, block size, D]; None: another worker has it
@@ -96,8 +92,8 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         name = f"{label}-{uuid4().hex}{SUFFIX}"
         self.ready[request.request_id] = Ready(name, list(request.prompt_token_ids), list(block_ids))
         assert self._served is not None
-        where = {"file": str(self.folder / name)} if self.tcp is None else {"tcp": f"{self.tcp}/{name}"}
-        return True, {"headstart": {**where, "served": self._served.result()}}
+        served = {**self._served.result(), "adapter": adapter_digest(request.lora_request)}
+        return True, {"headstart": {"file": str(self.folder / name), "served": served}}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -116,7 +112,6 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         if layers and get_tensor_model_parallel_rank() == 0:
             [name] = layers
             self.cache = kv_caches[name]
-            self.outbox = None if self.tcp is None else Outbox(self.tcp)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Hands the states of the ready requests to the writers; returns the ids of these requests, whose blocks are no
@@ -125,10 +120,7 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         if self.cache is not None and self.has_connector_metadata():
             for request_id, ready in self._get_connector_metadata().requests.items():
                 states = self.start_taking(self.cache, ready)
-                if self.outbox is None:
-                    self.writers.submit(write, self.folder / ready.name, ready.token_ids, states)
-                else:
-                    self.writers.submit(keep, self.outbox, ready.name, ready.token_ids, states)
+                self.writers.submit(write, self.folder / ready.name, ready.token_ids, states)
                 taken.add(request_id)
         return taken or None, None
 
@@ -173,25 +165,6 @@ class HeadstartStates(KVConnectorBase_V1, SupportsHMA):
         return "LBNHC"  # all layers' states of a token beside each other
 
 
-def write(path: Path, token_ids: list[int], states: Callable[[], Tensor]) -> None:
-    """Write a request's file, whole or not at all; where that fails, one beside it that says why."""
-    unfinished = path.with_name(f".{path.name}")
-    try:
-        save_file({"token_ids": torch.tensor(token_ids), "states": states().contiguous()}, unfinished)
-        os.replace(unfinished, path)
-    except Exception as error:
-        unfinished.unlink(missing_ok=True)  # on a full disk this makes room for the reason
-        path.with_suffix(FAILED).write_text(f"{type(error).__name__}: {error}")
-
-
-def keep(outbox: Outbox, name: str, token_ids: list[int], states: Callable[[], Tensor]) -> None:
-    """Keep a request's file in memory, or why there is none."""
-    try:
-        outbox.put(name, save({"token_ids": torch.tensor(token_ids), "states": states().contiguous()}))
-    except Exception as error:
-        outbox.put(name, f"{type(error).__name__}: {error}")
-
-
 def group_of_states(kv_cache_config: Any) -> int:
     """The place of the cache of states among the caches. Raises ValueError if it is not on its own."""
     groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
@@ -221,9 +194,26 @@ def served(vllm_config: Any) -> dict[str, Any]:
         "max_length": model.max_model_len,
     }
     if not model.skip_tokenizer_init:
-        how = {"trust_remote_code": model.trust_remote_code}
-        identity["vocabulary"] = problem_or(vocabulary_digest, model.tokenizer, model.tokenizer_revision, **how)
+        identity["vocabulary"] = problem_or(
+            vocabulary_digest,
+            model.tokenizer,
+            model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+        )
     return json.loads(json.dumps(identity))
+
+
+def adapter_digest(adapter: Any) -> str | None:
+    """Of an adapter's file as it is now: vLLM's requests of one name are equal, whatever they load."""
+    if adapter is None:
+        return None
+    file = Path(adapter.lora_path, ADAPTER)
+    return digest_of_file(adapter.lora_path, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@cache
+def digest_of_file(folder: str, changed: int) -> str:
+    return problem_or(weights_digest, folder, None, ADAPTER)
 
 
 def problem_or(digest: Callable[..., str], *args: Any, **kwargs: Any) -> str:

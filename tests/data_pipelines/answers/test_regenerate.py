@@ -1,4 +1,5 @@
-"""Every row is answered once, as its source says; a run that stops anywhere ends as if it had not stopped."""
+"""Every row is answered once, as its source says, at the turns that are asked; a run that stops anywhere ends as if it
+had not stopped."""
 
 import hashlib
 import json
@@ -6,13 +7,14 @@ import os
 from functools import partial
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config, shipped
-from headstart.data_pipelines.answers.conversations import Answer, Failure
+from headstart.data_pipelines.answers.conversations import Answer, Failure, SamplingConfig, exchanges
 from headstart.data_pipelines.answers.dispatch import by_threads, in_batches
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
-from headstart.data_pipelines.answers.store import AnswerStore
+from headstart.data_pipelines.rows.sources import Row
+from headstart.targets.chat.messages import script_of
 
 
 def user(text):
@@ -84,14 +86,10 @@ def test_an_answer_that_was_cut_ends_its_conversation_and_is_flagged(configured)
     config = configured(rows)
     summary = regenerate(config, THREADS)
     [cut, whole] = rows_of(config)
-    assert (cut["truncated"], cut["finish_reason"], cut["num_turns_left"], len(cut["messages"])) == (
-        True,
-        "length",
-        1,
-        4,
-    )
+    assert cut["truncated"] and cut["finish_reason"] == "length"
+    assert (cut["num_turns_left"], len(cut["messages"])) == (1, 4)
     assert not whole["truncated"]
-    assert summary.counts.truncated == summary.counts.ended_early == 1
+    assert summary.counts.truncated == 1
     config = configured(rows, drop_truncated=True, output=config.output + "2")
     counts = regenerate(config, THREADS).counts
     assert rows_of(config)[0]["messages"] == whole["messages"]
@@ -231,7 +229,7 @@ def test_a_finished_folder_is_left_as_it_is(configured, tmp_path):
         ({"target": "other"}, 'started with target "tiny", now "other"'),
         ({"turns": "last"}, 'turns "all", now "last"'),
         ({"sampling": {"temperature": 0.5}}, r"sampling\..*rows\.jsonl\.temperature 1\.0, now 0\.5"),
-        ({"servers": ["http://localhost:1/v1"]}, 'by "engine", now "servers"'),
+        ({"engine": {"name": "openai", "server": "http://localhost:1"}}, 'by "engine", now "openai"'),
         ({"num_rows": 3}, "num_rows null, now 3"),
     ],
 )
@@ -252,12 +250,6 @@ def test_a_folder_of_other_rows_or_of_something_else_is_refused(configured, tmp_
     with pytest.raises(BadInput, match=r"mine: holds other files \(notes\.txt\)"):
         regenerate(configured(ROWS, output=str(tmp_path / "mine")), THREADS)
     assert os.listdir(tmp_path / "mine") == ["notes.txt"]
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    with AnswerStore(tmp_path / "out", {}):
-        with pytest.raises(BadInput, match=f"in use by process {os.getpid()} on "), AnswerStore(tmp_path / "out", {}):
-            pass
 
 
 def test_an_error_in_answering_stops_the_run_and_keeps_what_there_is(configured, tmp_path):
@@ -284,5 +276,85 @@ def test_text_that_is_no_unicode_does_not_spoil_the_file(configured):
 def test_the_shipped_configs_build():
     for path in shipped("data/regenerate_*.yaml"):
         config = build(RegenerateConfig, read_config(path, ["sources=x.jsonl", "output=y", "target=z"]))
-        assert bool(config.servers) == path.stem.endswith("server")
+        assert bool(config.engine.servers) == path.stem.endswith("server")
         assert f"data/{path.name}" in path.read_text(), "says its command"
+
+
+SYSTEM, TOOL = {"role": "system", "content": "be brief"}, {"role": "tool", "content": "7"}
+CALL = assistant("", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "every", "last"),
+    [
+        ([user("a")], [user("a"), None], [user("a"), None]),
+        ([user("a"), assistant("b")], [user("a"), None], [user("a"), None]),
+        (
+            [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")],
+            [SYSTEM, user("a"), None, user("c"), None],
+            [SYSTEM, user("a"), assistant("b"), user("c"), None],
+        ),
+        (
+            [user("a"), assistant("b"), user("c")],
+            [user("a"), None, user("c"), None],
+            [user("a"), assistant("b"), user("c"), None],
+        ),
+        ([user("a"), assistant("b"), assistant("c")], [user("a"), None], [user("a"), None]),
+        ([SYSTEM, assistant("hi"), user("a")], [SYSTEM, assistant("hi"), user("a"), None], None),
+        ([user("a"), CALL, TOOL, assistant("b")], [user("a"), CALL, TOOL, None], None),
+        ([user("a"), CALL, TOOL], [user("a"), CALL, TOOL, None], None),
+    ],
+)
+def test_the_turns_that_are_asked(messages, every, last):
+    assert script_of(messages, turns="all") == every
+    assert script_of(messages, turns="last") == (last or every)
+
+
+@pytest.mark.parametrize(
+    ("data", "questions"),
+    [
+        ({"prompt": "a"}, ["a"]),
+        ({"instruction": "a", "input": "b", "output": "c"}, ["a\n\nb"]),
+        ({"instruction": "a", "input": ""}, ["a"]),
+        ({"turns": ["a", "b"]}, ["a", "b"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a"]),
+    ],
+)
+def test_every_shape_of_a_prompt_is_read(data, questions):
+    [one] = exchanges(Row(data, "x:1"), SamplingConfig(), turns="all")
+    assert one.script == [message for text in questions for message in (user(text), None)]
+    assert one.source_id == "x:1"
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"text": "a"}, "x:1: no prompt among the keys text"),
+        ({"messages": [SYSTEM]}, "x:1: no user turn to answer"),
+        ({"messages": [assistant("a")]}, "x:1: no user turn to answer"),
+        ({"prompt": 3}, "x:1: `prompt` should be text"),
+        ({"turns": []}, "x:1: `turns` should be a list"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named(data, problem):
+    with pytest.raises(BadInput, match=problem):
+        list(exchanges(Row(data, "x:1"), SamplingConfig(), turns="all"))
+
+
+def test_a_key_depends_on_all_that_an_answer_depends_on():
+    def keys(data, *, turns="all", **sampling):
+        return {one.key for one in exchanges(Row(data, "x:1"), SamplingConfig(**sampling), turns=turns)}
+
+    data = {"id": 1, "messages": [user("a"), assistant("b"), user("c")]}
+    base = keys(data)
+    others = [
+        keys({**data, "id": 2}),
+        keys({**data, "messages": [user("A"), *data["messages"][1:]]}),
+        keys({**data, "tools": [{"type": "function"}]}),
+        keys(data, turns="last"),
+        *(keys(data, **{name: value}) for name, value in {"temperature": 0.5, "seed": 1, "thinking": True}.items()),
+    ]
+    assert len(base.union(*others)) == 1 + len(others)
+    changed = {**data, "messages": [user("a"), assistant("other"), user("c")], "note": "x"}
+    assert keys(changed) == base, "an answer that is asked anew says nothing about the row"
+    assert len(keys(data, num_samples=3)) == 3

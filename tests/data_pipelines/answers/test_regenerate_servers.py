@@ -12,25 +12,23 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build, read_config
-from headstart.configs.neutral_sampling import NEUTRAL
 from headstart.data_pipelines.answers import client as client_module
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
+from headstart.engines.neutral_sampling import NEUTRAL
+from headstart.engines.servers.address import KEY_NAME
 from openai_server import answered, regenerated, serving
 
 KEY = "sk-never-to-be-seen"
 RUN = """
 import sys
-from functools import partial
 from headstart.configs.loader import build, read_config
-from headstart.data_pipelines.answers.dispatch import by_threads
-from headstart.data_pipelines.answers.client import OpenAIClient
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig, regenerate
+from headstart.scripts.data.served_answers import by_messages
 config = build(RegenerateConfig, read_config(sys.argv[1], sys.argv[2:]))
-client = OpenAIClient(config.servers, model=config.target, config=config.client)
-regenerate(config, partial(by_threads, answer=client, num_threads=client.num_threads))
+regenerate(config, by_messages(config)[0])
 """
 
 
@@ -52,7 +50,7 @@ def configured(tmp_path):
             "sources": str(tmp_path / "prompts.jsonl"),
             "output": str(tmp_path / "out"),
             "target": "tiny",
-            "servers": [getattr(server, "url", server) for server in servers],
+            "engine": {"name": "openai", "server": [getattr(server, "url", server) for server in servers]},
             "client": client,
             **keys,
         }
@@ -156,7 +154,8 @@ def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configur
         assert (counts.answered, counts.failed) == (22, 2)
         failed = read_jsonl(tmp_path / "out/failed.jsonl")
         assert [row["source_id"].rsplit(":")[-1] for row in failed] == ["4", "6"]
-        assert failed[0]["problem"] == f"{server.url}: 400 Bad Request: This model's context is 8 tokens, not 9"
+        address = server.url.removesuffix("/v1")
+        assert failed[0]["problem"] == f"{address}: 400 Bad Request: This model's context is 8 tokens, not 9"
         assert failed[1]["problem"].endswith("no such luck (6 attempts)")
         asked = Counter(body["messages"][0]["content"] for body in server.bodies)
         assert (asked["question 3"], asked["question 5"], asked["question 1"]) == (1, 6, 1)
@@ -172,10 +171,10 @@ def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configur
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_what_no_request_can_get_past_stops_the_run(status, configured, monkeypatch, tmp_path):
-    monkeypatch.setenv("SOME_KEY", KEY)
+    monkeypatch.setenv(KEY_NAME, KEY)
     said = {"error": {"message": f"not with {KEY}"}}
     with serving(lambda server, body, attempt: (status, {}, said) if len(server.bodies) > 8 else None) as server:
-        path = configured(server, client={"api_key_env": "SOME_KEY"})
+        path = configured(server)
         with pytest.raises(BadInput, match=rf"{status} .*: not with \*\*\*$"):
             run(path)
         assert len(server.bodies) < 24
@@ -200,21 +199,16 @@ def test_the_run_stops_where_no_server_answers_any_more(configured, tmp_path):
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        (f"http://me:{KEY}@localhost/v1", r"servers\.0: a URL with a password"),
-        (f"https://localhost/v1?key={KEY}", r"servers\.0: a URL with a password or parameters"),
-        ("localhost:8000", r"servers\.0 'localhost:8000': expected a URL such as"),
-        ("http://localhost:port", r"servers\.0: not a URL"),
+        (f"http://me:{KEY}@localhost/v1", r"engine\.server: a URL with a password"),
+        (f"https://localhost/v1?key={KEY}", r"engine\.server: a URL with a password or parameters"),
+        ("localhost:8000", r"engine\.server 'localhost:8000': expected a URL such as"),
+        ("http://localhost:port", r"engine\.server: not a URL"),
     ],
 )
 def test_what_is_no_url_is_refused_without_repeating_a_secret(url, problem, configured):
     with pytest.raises(BadInput, match=problem) as caught:
         run(configured(url))
     assert KEY not in str(caught.value)
-
-
-def test_a_key_that_is_not_set_is_refused(configured):
-    with pytest.raises(BadInput, match=r"client\.api_key_env: no environment variable NO_SUCH_KEY"):
-        run(configured("http://localhost:1", client={"api_key_env": "NO_SUCH_KEY"}))
 
 
 def test_a_request_says_how_to_sample(configured):
@@ -229,6 +223,15 @@ def test_a_request_says_how_to_sample(configured):
     expected |= {"model": "tiny", "min_p": 0.1, "chat_template_kwargs": kwargs}
     assert {key: one[key] for key in one if key not in ("messages", "seed")} == expected
     assert one["seed"] != other["seed"]
+
+
+def test_variables_of_the_template_among_further_keys_are_recorded(configured, tmp_path):
+    extra = {"chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}
+    with serving() as server:
+        run(configured(server, num_rows=1, sampling={"thinking": True}, client={"extra_body": extra}))
+    [row] = read_jsonl(tmp_path / "out/answers.jsonl")
+    assert row["chat_template_kwargs"].pop("strftime_now")
+    assert row["chat_template_kwargs"] == server.bodies[0]["chat_template_kwargs"] == extra["chat_template_kwargs"]
 
 
 def test_top_k_that_is_off_is_said(configured):
@@ -301,9 +304,7 @@ def test_servers_need_the_openai_package(configured, monkeypatch):
 
 @pytest.mark.parametrize("key", ["sk-secret\nline", "sk-secret line", "sk-secrét"])
 def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, configured, monkeypatch):
-    monkeypatch.setenv("THE_KEY", key)
-    with serving() as server:
-        config = configured(server, client={"api_key_env": "THE_KEY"})
-        with pytest.raises(BadInput, match=r"^client.api_key_env: THE_KEY has a line break") as caught:
-            run(config)
+    monkeypatch.setenv(KEY_NAME, key)
+    with serving() as server, pytest.raises(BadInput, match=f"^{KEY_NAME}: has a line break") as caught:
+        run(configured(server))
     assert "secr" not in str(caught.value) and not server.bodies

@@ -5,10 +5,10 @@ from typing import Any
 
 import openai_server
 import pytest
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build
-from headstart.configs.neutral_sampling import NEUTRAL
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
+from headstart.engines.neutral_sampling import NEUTRAL
 
 # what a server applies where a request is silent: generation_config.json's of vLLM and SGLang, and llama-server's
 DEFAULTS = {"repetition_penalty": 1.3, "repeat_penalty": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
@@ -34,7 +34,9 @@ def answered(tmp_path) -> Any:
         sections = {"sources": str(prompts), "output": str(tmp_path / "out"), "target": "tiny", **keys}
         client = {"concurrency": 2, **keys.get("client", {})}
         with openai_server.serving(reply) as server:
-            config = build(RegenerateConfig, {**sections, "servers": [server.url], "client": client})
+            config = build(
+                RegenerateConfig, {**sections, "engine": {"name": "openai", "server": server.url}, "client": client}
+            )
             openai_server.regenerated(config)
         rows = read_jsonl(tmp_path / "out/answers.jsonl")
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
@@ -55,9 +57,7 @@ def naming(*keys: str) -> Any:
 
 def test_a_servers_own_defaults_are_not_applied(answered):
     _, applied, rows, manifest = answered()
-    assert all(
-        one == {**{key: NEUTRAL[key] for key in DEFAULTS if key in NEUTRAL}, "temperature": 1.0} for one in applied
-    )
+    assert all(one == {**{k: NEUTRAL[k] for k in DEFAULTS if k in NEUTRAL}, "temperature": 1.0} for one in applied)
     assert not any("left_to_server" in row for row in rows)
     assert manifest["settings"]["neutral_unless_chosen"] == NEUTRAL and manifest["counts"]["left_to_server"] == {}
 
@@ -74,7 +74,8 @@ def test_a_key_that_a_server_refuses_is_dropped_with_a_word_and_the_rows_say_so(
     assert all(one["min_p"] == 0.05 and one["repetition_penalty"] == 1.0 for one in applied)
     assert all(row["left_to_server"] == ["min_p", "xtc_probability"] for row in rows) and len(rows) == 12
     assert manifest["counts"]["left_to_server"] == {"min_p": 12, "xtc_probability": 12}
-    said = f"headstart: {server.url}: refuses min_p, xtc_probability: are left to its own defaults; the rows say so\n"
+    address = server.url.removesuffix("/v1")
+    said = f"headstart: {address}: refuses min_p, xtc_probability: are left to its own defaults; the rows say so\n"
     assert capsys.readouterr().err == said
     assert len(server.bodies) <= 12 + 2 * 2, "it is found out once, by each of the two that ask at a time"
 

@@ -6,22 +6,24 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build
 from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
-from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.masks.chat import encode_row
-from headstart.data_pipelines.sources import Row
-from headstart.data_pipelines.traffic import served_chat
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.sources import Row
+from headstart.data_pipelines.rows.traffic import served_chat
 from headstart.eval.drafters.answers import answered
-from headstart.heads.chat.prompts import prompt_ids
-from headstart.heads.chat.written_ids import tokenizer_fingerprint
-from headstart.heads.target import Target
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.data.regenerate import regenerate
 from headstart.scripts.unattended.held_out import held_out_row, read_asked
+from headstart.targets.chat.prompts import ChatTemplate, prompt_ids
+from headstart.targets.chat.written_ids import tokenizer_fingerprint
+from headstart.targets.target import Target
 from openai_server import regenerated, serving
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "w1 {% if strftime_now is defined %}w{{ strftime_now('%d') }} {% endif %}"
@@ -86,7 +88,27 @@ def test_what_the_template_is_told_is_recorded_and_told_again(target, tmp_path):
         assert prompt_ids(row, loaded.tokenizer, origin="a:1") == prompt
         assert answered(row, loaded.tokenizer, origin="a:1", fingerprint=mark, vocab_size=None)[0] == prompt
     [first, *_] = read_asked(str(tmp_path / "out" / "answers.jsonl"))
-    assert held_out_row(first)["chat_template_kwargs"] == common, "auto measures as it asks"
+    assert held_out_row(first, is_plain=False)["chat_template_kwargs"] == common, "auto measures as it asks"
+
+
+@pytest.mark.parametrize(
+    ("template", "printed"),
+    [
+        ("{{ strftime_now('%d %B %Y') }}", "07 March 2026"),
+        ("{{ strftime_now(format='%-d/%m') }}", "7/03"),
+        ("{% set how = '%Y-%m-%d' %}{{ strftime_now(how) }}", "2026-03-07"),
+        ("{{ strftime_now(how) }}", "7 of Mar"),
+        ("{% macro day() %}{{ strftime_now('%Y') | int + 1 }}{% endmacro %}{{ day() }}", "2027"),
+        ("\n  {% if strftime_now is defined %}{{ strftime_now('%A') }}{% endif %}", "\nSaturday"),
+        ("  {% if tools %}{{ strftime_now('%A') }}{% endif %}\n 5%d", " 5%d"),
+    ],
+)
+def test_the_recorded_day_is_printed_however_the_template_asks(template, printed):
+    """And nothing else of the template changes."""
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template)
+    told = {"strftime_now": "2026-03-07", "how": "%-d of %b"}
+    assert ChatTemplate(tokenizer, variables=told).render_text([{"role": "user", "content": "Hi"}]) == printed
 
 
 def test_a_config_tells_for_rows_that_record_nothing(target):
@@ -105,7 +127,7 @@ def test_servers_are_told_what_rows_record(tmp_path):
     sampling = {"thinking": False, "chat_template_kwargs": {"reasoning_effort": "low"}}
     settings = {"sources": str(source), "output": str(tmp_path / "out"), "target": "tiny", "sampling": sampling}
     with serving() as server:
-        regenerated(build(RegenerateConfig, {**settings, "servers": [server.url]}))
+        regenerated(build(RegenerateConfig, {**settings, "engine": {"name": "openai", "server": server.url}}))
     [row] = read_jsonl(tmp_path / "out" / "answers.jsonl")
     sent = {"reasoning_effort": "low", "enable_thinking": True}
     assert server.bodies[0]["chat_template_kwargs"] == sent and server.bodies[0]["tools"] == TOOLS

@@ -7,23 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.client import answer_of
 from headstart.data_pipelines.answers.conversations import Answer, ChatRequest, Failure, SamplingConfig, exchanges
 from headstart.data_pipelines.answers.store import AnswerStore, RunIndex
-from headstart.data_pipelines.config import DataConfig
-from headstart.data_pipelines.filters import FilterConfig
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.retokenised import line_on_sources, share_retokenised
 from headstart.data_pipelines.prepare import PrepareConfig, prepare
-from headstart.data_pipelines.sources import Row, iter_rows
-from headstart.data_pipelines.storage.samples import FROM_ROW, NOT_ITS_IDS
-from headstart.data_pipelines.traffic import read_traffic
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.filters import FilterConfig
+from headstart.data_pipelines.rows.samples import FROM_ROW, NOT_ITS_IDS
+from headstart.data_pipelines.rows.sources import Row, iter_rows
+from headstart.data_pipelines.rows.traffic import read_traffic
 from headstart.eval.drafters.answers import load_answers
-from headstart.heads.target import Target
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.unattended.answers import answer_ids_of
+from headstart.targets.target import Target
 
 CONFIG = DataConfig(train="", max_length=512)
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=24)
@@ -45,7 +45,7 @@ def make(tiny_model, chat_tokenizer):
         tokenizer.chat_template = template or tokenizer.chat_template
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         model = tiny_model("llama", vocab_size=len(tokenizer) + more, max_position_embeddings=1024, eos_token_id=end)
-        return Target(model, name="tiny", fingerprint=f"{name}, {more} more", tokenizer=tokenizer)
+        return Target.of(model, name="tiny", fingerprint=f"{name}, {more} more", tokenizer=tokenizer)
 
     return build
 
@@ -75,6 +75,13 @@ def answered(target, questions=("hi", "ok.\n\nhi"), *, engine=None, turns=1, num
                 rows.append(end.value)
                 wrote.append(decoded)
     return rows, wrote
+
+
+def told(talk, answer):
+    """The row of a conversation whose last answer this is."""
+    with pytest.raises(StopIteration) as ended:
+        talk.send(answer)
+    return ended.value.value
 
 
 def encoded(row, target, config=CONFIG):
@@ -184,9 +191,7 @@ def test_ids_of_a_server_are_kept_and_used_if_they_say_what_the_text_says(key, t
     [exchange] = exchanges(Row({"messages": messages}, "p:1"), SAMPLING, turns="all")
     talk = exchange.talk()
     next(talk)
-    with pytest.raises(StopIteration) as ended:
-        talk.send(answer)
-    row = ended.value.value
+    row = told(talk, answer)
     assert learnt(encoded(row, target)) == [(prompt, new)]
     row["messages"][-1]["content"] = "hi\n\nho"
     assert encoded(row, target)[0].source == NOT_ITS_IDS
@@ -225,9 +230,7 @@ def test_a_tool_call_is_structured_where_the_template_reads_it_and_the_ids_stay(
     prompt = engine.prompt(request)
     assert not isinstance(prompt, Failure)
     answer = engine.answer(prompt, new, request)
-    with pytest.raises(StopIteration) as ended:
-        talk.send(answer)
-    row = ended.value.value
+    row = told(talk, answer)
     [*_, message] = row["messages"]
     if reads:
         assert message["content"] == "hi"
@@ -235,6 +238,24 @@ def test_a_tool_call_is_structured_where_the_template_reads_it_and_the_ids_stay(
     else:
         assert message == {"role": "assistant", "content": f"hi{TOOL}{call}"}
     assert learnt(encoded(row, target)) == [(prompt, new)]
+
+
+@pytest.mark.parametrize(
+    ("has_tools", "says", "reason"),
+    [
+        (True, '{"name":"add","arguments":{"a":1}}', "tool_calls"),
+        (True, "two", "stop"),
+        (False, '{"name":"add","arguments":{"a":1}}', "stop"),  # an answer that is JSON
+    ],
+)
+def test_a_tool_call_behind_a_trace_that_the_prompt_opened_ends_the_conversation(has_tools, says, reason, target):
+    engine = EngineAnswers(target)
+    engine.markers = ("<think>", "</think>")
+    new = [*spelled(target.tokenizer, f"so</think>{says}"), target.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    tools = [{"type": "function", "function": {"name": "add"}}] if has_tools else None
+    answer = engine.answer([5, 6], new, ChatRequest([], tools, SAMPLING, 0))
+    assert answer.message == {"role": "assistant", "content": says, "reasoning_content": "so"}
+    assert answer.finish_reason == reason
 
 
 # Ids are bounded by the table
@@ -248,9 +269,7 @@ def test_ids_beyond_the_tokenizer_are_learnt_and_those_beyond_the_table_refused(
     request = next(talk)
     prompt, new = engine.prompt(request), [65, target.vocab_size - 1, end]
     assert not isinstance(prompt, Failure)
-    with pytest.raises(StopIteration) as ended:
-        talk.send(engine.answer(prompt, new, request))
-    row = ended.value.value
+    row = told(talk, engine.answer(prompt, new, request))
     assert learnt(encoded(row, target)) == [(prompt, new)]
     with pytest.raises(BadInput, match="outside the target's table"):
         encode_row(Row(row, "a:1"), target.tokenizer, CONFIG, target.vocab_size - 1)

@@ -1,5 +1,6 @@
 """Every row shape becomes tokens and a mask by its own rule, and every fault of a row is named by its origin."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 from chats import turns
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.config import DataConfig
+from headstart.base.errors import BadInput
 from headstart.data_pipelines.masks.chat import encode_row, encode_rows
-from headstart.data_pipelines.sources import Row
-from headstart.data_pipelines.storage.samples import Sample
+from headstart.data_pipelines.prepare import PrepareConfig, prepare
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.samples import Sample
+from headstart.data_pipelines.rows.sources import Row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -177,10 +179,7 @@ def test_long_rows_are_cut_on_the_right_and_counted() -> None:
     rows = [ready(3, 1), ready(5, 2), ready(5, 3)]
     samples = list(encode_rows(rows, make_tokenizer(None), config(max_length=3), counts=counts))
     assert +counts == {"kept": 2, "cut": 1, "dropped": 1}
-    assert samples == [
-        Sample.of([1, 2, 3], [False, True, True]),
-        Sample.of([1, 2, 3], [False, False, True], num_cut=2),
-    ]
+    assert samples == [Sample.of([1, 2, 3], [False, True, True]), Sample.of([1, 2, 3], [False, False, True], num_cut=2)]
 
 
 def test_long_rows_are_dropped_or_split_where_that_is_asked_for() -> None:
@@ -318,4 +317,62 @@ def test_an_answer_that_was_cut_off_does_not_teach_to_end_there() -> None:
     assert supervised(encode(rows[1], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi<|im_end|>"]
     with_eos = make_tokenizer(None, bos="<s>", eos="</s>")
     cut = encode({"prompt": "Say: ", "response": "o", "truncated": True}, with_eos)
-    assert supervised(cut, with_eos) == ["o"] and with_eos.decode(cut.input_ids) == "<s>Say: o</s>"
+    assert supervised(cut, with_eos) == ["o"] and with_eos.decode(cut.input_ids) == "<s>Say: o"
+
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok."}]}
+REFUSED = {"messages": [{"role": "system", "content": "Be kind."}, *GOOD["messages"]]}  # by gemma-2's template
+BAD = [
+    (REFUSED, "refused by the chat template"),
+    ({"messages": [{"role": "narrator", "content": "hi"}]}, "malformed"),
+    ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "ok"}]}, "malformed"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "malformed"),  # no answer
+    ({**GOOD, "tools": "{"}, "malformed"),
+    ({**GOOD, "chat_template_kwargs": {"tokenize": False}}, "malformed"),
+]
+
+
+def encoded(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[int, Counter[str], list[str]]:
+    counts, problems = Counter[str](), list[str]()
+    named = (Row(row, f"a.jsonl:{line}") for line, row in enumerate(rows, start=1))
+    samples = encode_rows(named, tokenizer, DataConfig(train="a.jsonl"), counts=counts, problems=problems)
+    return len(list(samples)), counts, problems
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD)
+def test_one_bad_row_is_left_out_counted_by_reason_and_named(bad, reason, chat_tokenizer):
+    num, counts, [problem] = encoded([GOOD, bad, GOOD], chat_tokenizer("gemma-2"))
+    assert num == 2 and counts == Counter({"kept": 2, "dropped": 1, reason: 1, "cut": 0, "split": 0})
+    assert problem.startswith("a.jsonl:2: ")
+
+
+def test_if_most_rows_are_refused_the_first_is_named(chat_tokenizer):
+    tokenizer = chat_tokenizer("gemma-2")
+    assert encoded([GOOD, REFUSED], tokenizer)[0] == 1
+    with pytest.raises(BadInput, match=r"^a.jsonl:2: .*System role.* \(2 of 3 rows are refused\)$"):
+        encoded([GOOD, REFUSED, REFUSED], tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(BadInput, match="^a.jsonl:1: tokenizer of .* has no chat template"):
+        encoded([GOOD, GOOD], tokenizer)
+
+
+def test_ids_of_another_target_are_refused_at_once(chat_tokenizer):
+    with pytest.raises(BadInput, match=r"^a.jsonl:2: input_ids\[1\] is 99999, outside the vocabulary"):
+        encoded([GOOD, {"input_ids": [1, 99999], "prompt_length": 1}, GOOD], chat_tokenizer("gemma-2"))
+
+
+def test_prepare_drops_what_the_template_of_its_tokenizer_refuses(chat_tokenizer, tmp_path):
+    def lines(path, rows):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    chat_tokenizer("gemma-2").save_pretrained(tmp_path / "tokenizer")
+    asked = [{"messages": [{"role": "user", "content": f"hi {i}"}, GOOD["messages"][1]]} for i in range(4)]
+    rows = lines(tmp_path / "rows.jsonl", [*asked[:2], REFUSED, *asked[2:]])
+    settings = {"sources": str(rows), "validation_share": 0, "tokenizer": str(tmp_path / "tokenizer")}
+    card = prepare(PrepareConfig(output=str(tmp_path / "out"), **settings))
+    assert card.kept == 4 and card.dropped == {"refused_by_template": 1}
+    assert card.examples["refused_by_template"][0].startswith(f"{rows}:3: ")
+    most = lines(tmp_path / "most.jsonl", [*asked[:1], REFUSED, REFUSED])
+    with pytest.raises(BadInput, match=r"most.jsonl:2: .*\(2 of 3 rows are refused\)$"):
+        prepare(PrepareConfig(output=str(tmp_path / "most"), **{**settings, "sources": str(most)}))

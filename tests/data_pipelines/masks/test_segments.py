@@ -1,18 +1,23 @@
-"""Every token of an answer is told apart: a reasoning trace with its markers, or the answer itself."""
+"""Every token of an answer is told apart, a reasoning trace with its markers or the answer itself; a long row becomes
+pieces in which each supervised token is supervised once."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import chat
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.config import DataConfig
+from headstart.base.errors import BadInput
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.segments import token_table
-from headstart.data_pipelines.sources import Row
-from headstart.data_pipelines.storage.samples import ANSWER, SEGMENTS, Sample
-from headstart.heads.chat.reasoning import CHANNEL, think_markers, think_tokens, trace_finder
+from headstart.data_pipelines.masks.traces import SegmentStatistics, segment_statistics, split_sample
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.samples import ANSWER, FROM_ROW, NOT_ITS_IDS, PROMPT, SEGMENTS, THINK, Sample
+from headstart.data_pipelines.rows.sources import Row
+from headstart.targets.chat.reasoning import CHANNEL, think_markers, think_tokens, trace_finder
 
 Tokenizers = Callable[[str], Any]
 TRACE = "<think>\nhm\n</think>\n\nok."
@@ -39,9 +44,7 @@ def runs(sample: Sample, tokenizer: Any) -> list[tuple[str, str]]:
         ("gemma-2", None, False),
     ],
 )
-def test_markers_are_found_in_the_tokenizer(
-    name: str, markers: tuple[str, str] | None, are_tokens: bool, chat_tokenizer: Tokenizers
-) -> None:
+def test_markers_are_found_in_the_tokenizer(name, markers, are_tokens, chat_tokenizer):
     tokenizer = chat_tokenizer(name)
     assert think_markers(tokenizer) == markers
     assert (think_tokens(tokenizer) is not None) == are_tokens
@@ -100,22 +103,18 @@ def test_a_trace_that_the_prompt_opens_begins_with_the_answer(chat_tokenizer: To
     assert runs(sample, tokenizer)[:2] == [("think", "hm\n</think>"), ("answer", "\n\nok.<|im_end|>")]
 
 
-def test_a_trace_without_its_opening_marker_is_one_all_the_same(chat_tokenizer: Tokenizers) -> None:
+TRACES = {
+    "without its opening marker": ("hm\n</think>\n\nok.", [("think", "hm\n</think>"), ("answer", "\n\nok.")]),
+    "that never ends": ("So: <think>hm", [("answer", "So: "), ("think", "<think>hm")]),
+    "several": ("<think>a</think>b<think>c", [("think", "<think>a</think>"), ("answer", "b"), ("think", "<think>c")]),
+}
+
+
+@pytest.mark.parametrize(("response", "wanted"), TRACES.values(), ids=TRACES)
+def test_traces_are_told_from_the_answer(response: str, wanted: list[tuple[str, str]], chat_tokenizer: Tokenizers):
     tokenizer = chat_tokenizer("qwen3")
-    [sample] = encode({"prompt": "hi", "response": "hm\n</think>\n\nok."}, tokenizer)
-    assert runs(sample, tokenizer) == [("think", "hm\n</think>"), ("answer", "\n\nok.")]
-
-
-def test_a_trace_that_never_ends_goes_to_the_end(chat_tokenizer: Tokenizers) -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    [sample] = encode({"prompt": "hi", "response": "So: <think>hm"}, tokenizer)
-    assert runs(sample, tokenizer) == [("answer", "So: "), ("think", "<think>hm")]
-
-
-def test_several_traces_in_one_answer_are_told_apart(chat_tokenizer: Tokenizers) -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    [sample] = encode({"prompt": "hi", "response": "<think>a</think>b<think>c</think>d"}, tokenizer)
-    assert [segment for segment, _ in runs(sample, tokenizer)] == ["think", "answer", "think", "answer"]
+    [sample] = encode({"prompt": "hi", "response": response}, tokenizer)
+    assert runs(sample, tokenizer) == wanted
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -130,9 +129,7 @@ def test_reasoning_beside_the_content_is_rendered(key: str, name: str, chat_toke
 def test_reasoning_that_can_go_nowhere_is_refused(chat_tokenizer: Tokenizers) -> None:
     row = chat("hi", "ok.")
     row["messages"][1]["reasoning_content"] = "hm"
-    with pytest.raises(
-        BadInput, match="^a.jsonl:1: the chat template has no place for reasoning_content; set data.thi"
-    ):
+    with pytest.raises(BadInput, match="^a.jsonl:1: the chat template has no place for reasoning_content; set data"):
         encode(row, chat_tokenizer("gemma-2"))
     [sample] = encode(row, chat_tokenizer("gemma-2"), think_markers=["<think>", "</think>"])
     assert "think" in [SEGMENTS[segment] for segment in set(sample.segments)]
@@ -174,3 +171,93 @@ def test_a_token_of_half_a_character_has_a_text(chat_tokenizer: Tokenizers) -> N
     first, second = tokenizer("é", add_special_tokens=False)["input_ids"]
     assert table.text(first) == table.text(second) == "\ufffd"
     assert table is token_table(tokenizer)
+
+
+def letters(text: str, *, prompt: int) -> Sample:
+    """One token per character, its code point; the first `prompt` are the prompt."""
+    return Sample.of([ord(letter) for letter in text], [place >= prompt for place in range(len(text))])
+
+
+def new_text(piece: Sample) -> str:
+    return "".join(map(chr, piece.input_ids[piece.loss_mask]))
+
+
+def split(whole: Sample, max_length: int) -> list[Sample]:
+    return split_sample(whole, max_length=max_length, text_of=chr)
+
+
+@pytest.mark.parametrize("source", [FROM_ROW, NOT_ITS_IDS])
+def test_pieces_have_their_ids_from_where_the_row_has_them(source: str) -> None:
+    pieces = split(replace(letters("ab. cd. ef.", prompt=1), source=source), 6)
+    assert len(pieces) > 1 and {piece.source for piece in pieces} == {source}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_supervised_token_is_supervised_exactly_once(seed: int) -> None:
+    source = random.Random(seed)
+    length, max_length = source.randint(1, 400), source.randint(1, 64)
+    prompt = source.randint(0, length)
+    # unique ids, so that a token's place in the row can be told; turns of the user in between
+    mask = [place >= prompt and (place // 17) % 3 > 0 for place in range(length)]
+    whole = Sample.of(range(1000, 1000 + length), mask, segments=[source.randint(0, 2) for _ in mask])
+    pieces = split_sample(whole, max_length=max_length, text_of=lambda token: source.choice(["a", ".", "\n", "\n\n"]))
+    supervised = np.concatenate([piece.input_ids[piece.loss_mask] for piece in pieces] or [np.array([])])
+    assert supervised.tolist() == whole.input_ids[whole.loss_mask].tolist()
+    for piece in pieces:
+        assert len(piece) <= max_length and piece.loss_mask.any()
+        places = piece.input_ids - 1000
+        assert (np.diff(places) > 0).all() and (piece.segments == whole.segments[places]).all()
+
+
+def test_a_piece_is_the_prompt_then_what_came_before_then_new_tokens() -> None:
+    pieces = split(letters("P" * 8 + "abcdefghijklmnopqrstuvwxyz", prompt=8), 24)
+    assert [new_text(piece) for piece in pieces] == ["abcdefghijklmnop", "qrstuvwxyz"]
+    assert "".join(map(chr, pieces[1].input_ids)) == "P" * 8 + "mnop" + "qrstuvwxyz"
+    assert all(piece.num_cut == 0 for piece in pieces)
+
+
+def test_a_later_piece_has_a_quarter_of_the_room_as_context() -> None:
+    pieces = split(letters("P" * 10 + "x" * 500, prompt=10), 50)
+    assert len(pieces) > 3
+    for piece in pieces[1:]:
+        assert not piece.loss_mask[:20].any() and piece.loss_mask[20:].all()
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("aaaaaaaaa. bbb\ncc\n\nddd\neee. fff ggggggg", "aaaaaaaaa. bbb\ncc\n\n"),
+        ("aaaaaaaaa. bbb\nccccddd\neee. fff ggggggg", "aaaaaaaaa. bbb\nccccddd\n"),
+        ("aaaaaaaaa. bbbccccddd 3.5 eee. fffggggggg", "aaaaaaaaa. bbbccccddd 3.5 eee."),
+        ("aaaa\n\n" + "b" * 40, "aaaa\n\n" + "b" * 26),
+    ],
+)
+def test_cuts_are_behind_paragraphs_else_lines_else_sentences(text: str, first: str) -> None:
+    assert new_text(split(letters(text, prompt=0), 32)[0]) == first
+
+
+def test_a_prompt_of_more_than_half_keeps_its_beginning_and_its_end() -> None:
+    pieces = split(letters("B" + "x" * 50 + "question" + "answer", prompt=59), 18)
+    assert [new_text(piece) for piece in pieces] == ["answer"]
+    assert "".join(map(chr, pieces[0].input_ids)) == "Bquestionanswer"
+
+
+def test_stretches_without_supervised_tokens_make_no_piece() -> None:
+    whole = letters("Pab" + "u" * 100 + "cd", prompt=1)
+    whole.loss_mask[3:103] = False
+    pieces = split(whole, 16)
+    assert [new_text(piece) for piece in pieces] == ["ab", "cd"]
+    assert split(letters("PPP", prompt=3), 2) == []
+
+
+def test_statistics_are_by_segment_over_the_samples_that_have_it() -> None:
+    samples = [
+        Sample.of(range(4), [False, True, True, True], segments=[PROMPT, THINK, THINK, ANSWER]),
+        Sample.of(range(3), [False, False, True], segments=[PROMPT, PROMPT, ANSWER]),
+    ]
+    stats = segment_statistics(samples)
+    assert list(stats) == ["prompt", "think", "answer", "supervised"]
+    assert stats["prompt"] == SegmentStatistics(2, 3, mean=1.5, p50=1.5, p90=1.9, max=2)
+    assert stats["think"] == SegmentStatistics(1, 2, mean=2.0, p50=2.0, p90=2.0, max=2)
+    assert stats["supervised"].num_tokens == 4
+    assert segment_statistics([]) == {}

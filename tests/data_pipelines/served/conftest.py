@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -1,6 +1,6 @@
-"""Stands in for vLLM with headstart's connector: answers requests with a target's states, in files or over TCP.
+"""Stands in for vLLM with headstart's connector: answers requests with a target's states, in files.
 
-    python fake_server.py -m MODULE --host HOST --port PORT --model FOLDER ...     as `VllmServer` starts vLLM
+    python fake_server.py -m MODULE --host HOST --port PORT --model FOLDER ...     as `state_process` starts vLLM
 
 Modules of this folder are imported by name.
 """
@@ -12,30 +12,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
-from headstart.data_pipelines.served.in_vllm.headstart_tcp import Listener, Outbox
+from headstart.data_pipelines.served.in_vllm.headstart_files import write
 from headstart.data_pipelines.served.in_vllm.headstart_weights import digest_of_vocabulary, weights_digest
-from headstart.heads.target import Target
-from safetensors.torch import save, save_file
+from headstart.targets.target import Target
+from headstart.targets.weights.served_adapter import WEIGHTS
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # connections that wait: every process asks for many rows at a time
 
 
 class FakeServer:
-    """What a server says and does. folder: of the states; None: they go over TCP. told: changes of what it says of
-    itself.
+    """What a server says and does. folder: of the states. told: changes of what it says of itself.
 
     rows: tokens of each row that it was asked for; labels: who asked. num_away: requests that it drops from here on.
     num_unwritten: answers without a file, from here on. problem: why it cannot write. delay: seconds of an answer, by
     its number.
     """
 
-    def __init__(self, target: Target, layers: list[int], folder: Path | None, **told: Any):
+    def __init__(self, target: Target, layers: list[int], folder: Path, **told: Any):
         self.target, self.layers, self.folder, self.told = target, layers, folder, told
-        self.outbox = None if folder else Outbox("127.0.0.1:0")
         self.rows: list[int] = []
         self.labels: list[str] = []
         self.delay: Callable[[int], float] = lambda number: 0.0
@@ -45,8 +48,10 @@ class FakeServer:
         self.pace = 0.0  # seconds of a row, one after the other
         self._reads = threading.Lock()  # a target runs one forward at a time
         self._digests = weights_digest(target.name), digest_of_vocabulary(target.tokenizer)
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
+        adapter = target.adapter
+        self._adapter = None if adapter is None else weights_digest(adapter.path, None, WEIGHTS)
+        self.names = [target.name] if adapter is None else [target.name, adapter.name]
+        folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def served(self) -> dict[str, Any]:
@@ -54,6 +59,7 @@ class FakeServer:
         found = {"engine": "vllm", "version": "0.0", "target": target.name, "weights": self._digests[0]}
         found |= {"vocabulary": self._digests[1], "layers": self.layers}
         found |= {"num_layers": target.num_layers, "hidden_size": target.hidden_size, "quantization": None}
+        found["adapter"] = self._adapter
         return {**found, "dtype": str(target.dtype).removeprefix("torch."), "max_length": 256, **self.told}
 
     @torch.no_grad()
@@ -73,36 +79,31 @@ class FakeServer:
         return torch.cat(parts, 1), int(token), float(logprob)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert asked["model"] == self.names[-1], "the target with its adapter is asked"
         ids = asked["prompt"]
         self.rows.append(len(ids))
         label = asked["kv_transfer_params"]["headstart"]
         self.labels.append(label)
         time.sleep(self.delay(len(self.rows)))
         states, token, logprob = self.states(ids)
-        name, found = f"{label}-{uuid4().hex}.safetensors", {"token_ids": torch.tensor(ids), "states": states}
+        name = f"{label}-{uuid4().hex}.safetensors"
         if self.num_unwritten and not self.problem:
             self.num_unwritten -= 1
         else:
-            threading.Thread(target=self._give, args=(name, found)).start()  # when the answer may be out
+            threading.Thread(target=self._give, args=(name, ids, states)).start()  # when the answer may be out
         said: dict[str, Any] = {"choices": [{"logprobs": {"tokens": [f"token_id:{token}"]}}]}
         said["choices"][0]["logprobs"]["token_logprobs"] = [logprob]
-        where = {"tcp": f"{self.outbox.address}/{name}"} if self.outbox else {"file": f"{self.folder}/{name}"}
         if self.has_connector:
-            said["kv_transfer_params"] = {"headstart": {**where, "served": self.served}}
+            said["kv_transfer_params"] = {"headstart": {"file": f"{self.folder}/{name}", "served": self.served}}
         return said
 
-    def _give(self, name: str, found: dict[str, torch.Tensor]) -> None:
-        found = {key: value.contiguous() for key, value in found.items()}
-        if self.outbox:
-            self.outbox.put(name, self.problem or save(found))
-            return
-        path = Path(f"{self.folder}/{name}")
-        if self.problem:
-            path.with_suffix(".failed").write_text(self.problem)
-            return
-        unfinished = path.with_name(f".{path.name}")
-        save_file(found, unfinished)
-        os.replace(unfinished, path)
+    def _give(self, name: str, ids: list[int], states: torch.Tensor) -> None:
+        def given() -> torch.Tensor:
+            if self.problem:
+                raise OSError(self.problem)
+            return states
+
+        write(Path(f"{self.folder}/{name}"), ids, given)
 
     @contextmanager
     def listening(self, port: int = 0) -> Iterator[str]:
@@ -111,7 +112,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply({"data": [{"id": fake.target.name}]})
+                self.reply({"data": [{"id": name} for name in fake.names]})
 
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -140,16 +141,21 @@ class FakeServer:
             server.server_close()
 
 
+def fake_of(words: dict[str, str]) -> FakeServer:
+    """Args: words: of the command line, each with the one behind it."""
+    layers = json.loads(words["--speculative-config"])["draft_model_config"]["hf_config"]
+    transfer = json.loads(words["--kv-transfer-config"])["kv_connector_extra_config"]
+    adapter = words["--lora-modules"].partition("=")[2] if "--lora-modules" in words else None
+    target = Target.load(words["--model"], dtype=words["--dtype"], adapter=adapter)
+    fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], Path(transfer["folder"]))
+    fake.pace = float(os.environ.get("PACE", "0"))
+    return fake
+
+
 def main() -> None:
     """Serve as the command line says, until the process ends."""
     words = dict(zip(sys.argv[1::1], sys.argv[2::1], strict=False))
-    layers = json.loads(words["--speculative-config"])["draft_model_config"]["hf_config"]
-    transfer = json.loads(words["--kv-transfer-config"])["kv_connector_extra_config"]
-    target = Target.load(words["--model"], dtype=words["--dtype"])
-    folder = Path(transfer["folder"]) if "folder" in transfer else None
-    fake = FakeServer(target, layers["eagle_aux_hidden_state_layer_ids"], folder)
-    fake.pace = float(os.environ.get("PACE", "0"))
-    with fake.listening(int(words["--port"])):
+    with fake_of(words).listening(int(words["--port"])):
         threading.Event().wait()
 
 

@@ -1,6 +1,5 @@
 """Training from states that a server gives meanwhile: the losses of extracted states, whatever happens to either."""
 
-import json
 import os
 import random
 import re
@@ -13,37 +12,32 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from fake_server import FakeServer
-from headstart.configs.children import answers_in_time, free_port
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_appended
+from headstart.base.children import answers_in_time, free_port
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines.served import state_server
-from headstart.data_pipelines.served.in_vllm import headstart_tcp
-from headstart.data_pipelines.served.in_vllm.headstart_tcp import Outbox
 from headstart.data_pipelines.served.reading import NUM_PROBES, label_of
-from headstart.data_pipelines.served.transport import Lost, Tcp
 from headstart.data_pipelines.served.vllm_process import serving_flags
 from headstart.data_pipelines.storage.shards import Shards
-from headstart.heads.target import Target
 from headstart.scripts.data.extract import extract
-from headstart.train import data as train_data
+from headstart.targets.target import Target
 from headstart.train import trainer
 from headstart.train.__main__ import main
-from headstart.train.config import load_run
-from headstart.train.speed import limit_of
+from headstart.train.inputs import data as train_data
+from headstart.train.inputs.config import load_run
+from headstart.train.watching.speed import limit_of
 from run_files import losses, validations
-from safetensors.torch import save
 from test_served import WRONG
 
 
 @pytest.fixture
 def fake(target_of, tmp_path):
-    """fake(folder, **told): of the states; None: over TCP."""
+    """fake(folder, **told): of the states."""
 
     def make(folder="states", **told):
-        server = FakeServer(target_of("llama"), [1, 2, 3, 4], tmp_path / folder if folder else None)
+        server = FakeServer(target_of("llama"), [1, 2, 3, 4], tmp_path / folder)
         server.told = told
         return server
 
@@ -68,13 +62,18 @@ def quick(monkeypatch):
     monkeypatch.setattr(state_server, "PATIENCE", 0.3)
 
 
+def at(url):
+    """Keys of a run whose states come from the server there."""
+    return ["engine.name=vllm", f"engine.server={url}"]
+
+
 def extracted(run, output, url, *overrides):
-    extract(run, output, list(overrides), engine="vllm", server=url, device="cpu", storage_dtype="float32")
+    extract(run, output, [*overrides, *at(url)], device="cpu", storage_dtype="float32")
     return output
 
 
 def trained(run, keys):
-    return losses(trainer.train(load_run(run, keys)).parent)
+    return losses(trainer.train_head(load_run(run, keys)).parent)
 
 
 HEADS = {
@@ -86,32 +85,29 @@ HEADS = {
 
 @pytest.mark.fast_only(head=["eagle"])
 @pytest.mark.parametrize(
-    ("head", "folder", "key"),
-    [
-        ("eagle3", "states", "data.layout=packed"),
-        ("eagle", None, "data.layout=bucketed"),
-    ],
+    ("head", "key"),
+    [("eagle3", "data.layout=padded"), ("eagle", "data.layout=bucketed")],
 )
-def test_losses_are_those_of_extracted_states_bit_for_bit(head, folder, key, fake, run_of, keys, tmp_path):
-    """In files or over TCP; and the target's layers are never loaded."""
-    run, server = run_of("llama", HEADS[head]), fake(folder)
+def test_losses_are_those_of_extracted_states_bit_for_bit(head, key, fake, run_of, keys, tmp_path):
+    """And the target's layers are never loaded."""
+    run, server = run_of("llama", HEADS[head]), fake()
     with server.listening() as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "load", lambda *_, **__: pytest.fail("loads the layers"))
         out = extracted(run, tmp_path / "out", url)
         num_rows, num_asked = len(Shards(out)), len(server.rows)
-        online = trained(run, keys("online", key, f"data.server={url}"))
+        online = trained(run, keys("online", key, *at(url)))
         assert online == trained(run, keys("offline", key, f"data.features={out}")) and len(online) == 8
     assert num_asked == num_rows + NUM_PROBES
-    assert not (list((tmp_path / "states").iterdir()) if folder else server.outbox.kept), "what was taken is removed"
+    assert not list((tmp_path / "states").iterdir()), "what was taken is removed"
 
 
 @pytest.mark.slow
 def test_the_order_of_answers_does_not_matter(fake, run_of, keys):
     run, server, source = run_of(), fake(), random.Random(0)
     with server.listening() as url:
-        before = trained(run, keys("a", f"data.server={url}"))
+        before = trained(run, keys("a", *at(url)))
         server.delay = lambda number: source.uniform(0, 0.03)
-        assert trained(run, keys("b", f"data.server={url}")) == before
+        assert trained(run, keys("b", *at(url))) == before
 
 
 @pytest.mark.slow
@@ -125,12 +121,12 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
         found = []
         more = ["train.validate_every=2", "train.checkpoint_every=2"]
         for name, *how in (
-            ("online", text, f"data.server={url}"),
+            ("online", text, *at(url)),
             ("offline", f"data.validation={stored}", f"data.features={tmp_path / 'out'}"),
         ):
-            trainer.train(load_run(run, keys(name, *more, *how, "train.stop_at_step=4")))
+            trainer.train_head(load_run(run, keys(name, *more, *how, "train.stop_at_step=4")))
             server.rows.clear()
-            folder = trainer.train(load_run(run, keys(name, *more, *how))).parent
+            folder = trainer.train_head(load_run(run, keys(name, *more, *how))).parent
             found.append(validations(folder))
             if name == "online":
                 assert len(server.rows) == NUM_PROBES + 4 * 4, "the probes and the rows of 4 steps"
@@ -145,32 +141,32 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
 def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, keys, tmp_path):
     told, message = WRONG[what]
     with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
-        trained(run_of(), keys("run", f"data.server={url}", "data.max_length=60"))
+        trained(run_of(), keys("run", *at(url), "data.max_length=60"))
     assert url in str(refused.value)
     assert not (tmp_path / "run").exists() and not list((tmp_path / "states").iterdir())
 
 
 def test_what_contradicts_a_server_is_refused_in_one_line(fake, run_of, keys, tmp_path):
     run = run_of()
-    with pytest.raises(BadInput, match="^data: server http://x: states come from features y already: leave one out$"):
-        load_run(run, keys("run", "data.server=http://x", "data.features=y"))
+    with pytest.raises(BadInput, match="^engine.name vllm: states come from data.features y already: leave one out$"):
+        load_run(run, keys("run", *at("http://x"), "data.features=y"))
     rows = f"data.validation={tmp_path / 'rows.jsonl'}"
-    with pytest.raises(BadInput, match="train.decode_prompts 2: decoding takes the target's layers, which data.server"):
-        trained(run, keys("run", "data.server=http://x", rows, "train.decode_prompts=2"))
-    with pytest.raises(BadInput, match="^data.server x:1: expected an address"):
-        trained(run, keys("run", "data.server=x:1"))
+    with pytest.raises(BadInput, match="train.decode_prompts 2: decoding takes the target's layers, which the server"):
+        trained(run, keys("run", *at("http://x"), rows, "train.decode_prompts=2"))
+    with pytest.raises(BadInput, match="^engine.server 'x:1': expected a URL such as"):
+        trained(run, keys("run", *at("x:1")))
     with fake().listening() as url:
         pass
-    with pytest.raises(BadInput, match=f"^data.server {url}: .*refused"):
-        trained(run, keys("run", f"data.server={url}"))
+    with pytest.raises(BadInput, match=f"^{url}: cannot be reached: .*refused"):
+        trained(run, keys("run", *at(url)))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_target_that_needs_its_layers_is_loaded_with_them_and_says_so(fake, run_of, keys, capsys):
     run = run_of("llama", {"type": "mtp"})
     with fake().listening() as url:
-        trained(run, keys("run", f"data.server={url}", "train.max_steps=3"))
-    assert "data.server: the target is loaded with its layers: head mtp reads them" in capsys.readouterr().err
+        trained(run, keys("run", *at(url), "train.max_steps=3"))
+    assert "engine.name vllm: the target is loaded with its layers: head mtp reads them" in capsys.readouterr().err
 
 
 def test_what_a_killed_rank_left_is_removed_and_nothing_else(fake, run_of, keys, tmp_path):
@@ -179,7 +175,7 @@ def test_what_a_killed_rank_left_is_removed_and_nothing_else(fake, run_of, keys,
     for path in left:
         path.write_text("")
     with server.listening() as url:
-        trained(run_of(), keys("run", f"data.server={url}"))
+        trained(run_of(), keys("run", *at(url)))
     assert [path.exists() for path in left] == [False, True] and set(server.labels) == {own}
 
 
@@ -199,8 +195,8 @@ def test_a_dead_server_ends_in_a_checkpoint_and_the_same_command_goes_on(
         return step(self, number, batches)
 
     with server.listening() as url:
-        whole = trained(run, keys("whole", f"data.server={url}"))
-        command, port = [run, *keys("run", f"data.server={url}")], int(url.rpartition(":")[2])
+        whole = trained(run, keys("whole", *at(url)))
+        command, port = [run, *keys("run", *at(url))], int(url.rpartition(":")[2])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer.Loop, "step", dies)
             assert main(command) == 2
@@ -227,7 +223,7 @@ def test_a_signal_ends_the_wait_for_a_server(fake, run_of, keys, capsys, tmp_pat
 
     monkeypatch.setattr(trainer.Loop, "step", dies)
     with server.listening() as url, pytest.raises(SystemExit) as ended:
-        trained(run_of(), keys("run", f"data.server={url}", "train.max_steps=200"))
+        trained(run_of(), keys("run", *at(url), "train.max_steps=200"))
     assert ended.value.code == 143 and "SIGTERM: stopped at step" in capsys.readouterr().err
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
@@ -235,10 +231,10 @@ def test_a_signal_ends_the_wait_for_a_server(fake, run_of, keys, capsys, tmp_pat
 def test_a_run_does_not_go_on_with_the_states_of_another_engine(fake, run_of, keys):
     run, server = run_of(), fake()
     with server.listening() as url:
-        trained(run, keys("run", f"data.server={url}", "train.stop_at_step=3"))
+        trained(run, keys("run", *at(url), "train.stop_at_step=3"))
         server.told = {"version": "0.1"}
         with pytest.raises(BadInput, match="holds a run on states of .*'0.0'.*, not .*'0.1'"):
-            trained(run, keys("run", f"data.server={url}"))
+            trained(run, keys("run", *at(url)))
 
 
 @pytest.mark.slow
@@ -255,7 +251,7 @@ def test_no_more_rows_are_asked_for_than_may_wait(fake, run_of, keys, monkeypatc
 
     monkeypatch.setattr(trainer.Loop, "step", slow)
     with server.listening() as url:
-        trained(run_of(num_rows=24), keys("run", f"data.server={url}", "train.batch_size=2"))
+        trained(run_of(num_rows=24), keys("run", *at(url), "train.batch_size=2"))
     first, *later = counts  # the rows before the first step are those that a fresh head starts from
     most = [first + 2 * done + 6 for done in range(1, 8)]
     assert all(count <= limit for count, limit in zip(later, most, strict=True)), counts
@@ -276,7 +272,7 @@ def test_the_side_that_limits_is_named(side, fake, run_of, keys, monkeypatch, ca
     monkeypatch.setattr(trainer.Loop, "step", slow)
     with server.listening() as url:
         server.delay = lambda number: 0.5 if side == "the server" and number > 16 else 0.0
-        trained(run_of(), keys("run", f"data.server={url}", "train.batch_size=1"))
+        trained(run_of(), keys("run", *at(url), "train.batch_size=1"))
     shares = [row["data_wait"] for row in read_appended(tmp_path / "run" / "metrics.jsonl")]
     if side == "training":
         waited = sum(shares[1:]) / len(shares[1:])  # the first step waits for the first rows
@@ -290,7 +286,7 @@ def test_the_side_that_limits_is_named(side, fake, run_of, keys, monkeypatch, ca
 @pytest.mark.soak
 def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(folder_of, run_of, keys, tmp_path):
     run, port = run_of(num_rows=50), free_port()
-    how = ["train.max_steps=60", "train.checkpoint_every=4", f"data.server=http://127.0.0.1:{port}"]
+    how = ["train.max_steps=60", "train.checkpoint_every=4", *at(f"http://127.0.0.1:{port}")]
     words = ["-m", "fake", "--host", "127.0.0.1", "--port", str(port), "--model", str(folder_of("llama"))]
     words += ["--dtype", "float32", *serving_flags([1, 2, 3, 4], tmp_path / "states")]
     running: list[subprocess.Popen[bytes]] = []
@@ -335,28 +331,6 @@ def test_restarts_and_kills_of_both_sides_leave_the_losses_of_extracted_states(f
     assert not list((tmp_path / "states").iterdir())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("folder", ["states", None])
-def test_memory_is_flat_over_1000_rows(folder, fake, run_of, keys, tmp_path, monkeypatch):
-    run, server, held, step = run_of("llama", HEADS["medusa"]), fake(folder), [], trainer.Loop.step
-    rows = [{"input_ids": [1 + (i * j) % 60 for j in range(250)], "prompt_length": 9} for i in range(1, 1001)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def measured(self, number, batches):
-        held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        return step(self, number, batches)
-
-    monkeypatch.setattr(trainer.Loop, "step", measured)
-    with server.listening() as url:
-        how = [f"data.train={tmp_path / 'long.jsonl'}", f"data.server={url}", "train.batch_size=10"]
-        how += ["train.max_steps=100", "head.num_depths=1"]
-        trained(run, keys("run", *how))
-    assert len(server.rows) >= 1000 + NUM_PROBES
-    states = 1000 * 250 * 4 * 32 * 4
-    print(f"grew by {(max(held[20:]) - held[20]) / 1e6:.1f} MB, states of all rows: {states / 1e6:.1f} MB")
-    assert max(held[20:]) - held[20] < states / 8
-
-
 @pytest.mark.slow
 def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
     run, server, label = run_of(num_rows=16), fake(), {rank: label_of(tmp_path / "two", rank) for rank in range(2)}
@@ -365,12 +339,12 @@ def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
     launch += ["--num_processes", "2", "--main_process_port", str(free_port()), "-m", "headstart.train", run]
     more = [f"data.validation={tmp_path / 'held_out.jsonl'}", "train.validate_every=4"]
     with server.listening() as url:
-        one = trained(run, keys("one", *more, f"data.server={url}"))
+        one = trained(run, keys("one", *more, *at(url)))
         before, asked_alone = len(server.rows), len(server.rows)
         left = [tmp_path / "states" / f"{label[rank]}-1.safetensors" for rank in range(2)]
         for path in left:
             path.write_text("")
-        two = [*keys("two", *more, f"data.server={url}", "train.batch_size=2")]
+        two = [*keys("two", *more, *at(url), "train.batch_size=2")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run([sys.executable, "-m", *launch, *two], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -382,43 +356,3 @@ def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
     own = NUM_PROBES + 8 * 2  # of each rank, beside validation and what a fresh head starts from
     assert set(counts) == set(label.values()) and all(own < count < fresh for count in counts.values())
     assert not list((tmp_path / "states").iterdir()) and "waited for the server" in done.stderr
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Over TCP
-
-
-@pytest.fixture
-def outbox():
-    box = Outbox("127.0.0.1:0")
-    yield box
-    box.close()
-
-
-def test_what_is_kept_is_given_once_to_the_one_who_asked(outbox):
-    content = {"states": torch.arange(6.0).view(1, 2, 3), "token_ids": torch.tensor([7])}
-    ours, theirs = Tcp("ab"), Tcp("cd")
-    for name in ("ab-1", "ab-2", "cd-1"):
-        outbox.put(name, save(content))
-    found = ours.take({"tcp": f"{outbox.address}/ab-1"})
-    assert all(torch.equal(found[key], content[key]) for key in content)
-    ours.clear()
-    assert set(outbox.kept) == {"cd-1"}
-    theirs.take({"tcp": f"{outbox.address}/cd-1"})
-    assert not outbox.kept
-
-
-def test_over_tcp_what_does_not_come_is_asked_for_again_and_problems_are_quoted(outbox, monkeypatch):
-    monkeypatch.setattr(headstart_tcp, "WAIT", 0.05)
-    way = Tcp("ab")
-    with pytest.raises(Lost, match="404 not there"):
-        way.take({"tcp": f"{outbox.address}/ab-1"})
-    outbox.put("ab-2", "OSError: no memory")
-    with pytest.raises(BadInput, match="ab-2: the server could not give it: OSError: no memory"):
-        way.take({"tcp": f"{outbox.address}/ab-2"})
-    with pytest.raises(BadInput, match="127.0.0.1:1/ab-1: not reached from here: .*refused"):
-        way.take({"tcp": "127.0.0.1:1/ab-1"})
-    monkeypatch.setattr(headstart_tcp, "KEPT", 0.0)
-    outbox.put("ab-3", b"")
-    outbox.put("ab-4", b"")
-    assert set(outbox.kept) == {"ab-4"}, "nothing is kept for ever"

@@ -13,27 +13,25 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.base.owned import LOCK, MARKER
 from headstart.configs.loader import PACKAGE_CONFIGS
-from headstart.configs.owned import LOCK, MARKER, OwnedFolder
-from headstart.data_pipelines.config import DataConfig
 from headstart.data_pipelines.loader import collate
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.samples import Sample
 from headstart.data_pipelines.storage import extract as extract_module
 from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, batches, fields_of
 from headstart.data_pipelines.storage.features import Reads, check_features, origin_of, positions
 from headstart.data_pipelines.storage.quantise import pack
-from headstart.data_pipelines.storage.samples import Sample
 from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSample
 from headstart.data_pipelines.storage.shards import Shards, ShardWriter
-from headstart.heads.registry import HEADS, build_head
+from headstart.engines.heads import HEADS, build_head
 from headstart.scripts.data.extract import extract as extract_command
 from run_files import contents
 
 MORE = {  # variants of families that read other things than their default
-    "hydra_pp": {"type": "hydra", "prefix_attention": True},
     "eagle3 of two layers": {"type": "eagle3", "num_layers": 2},
     "eagle of two layers": {"type": "eagle", "num_layers": 2},
-    "mtp, independent": {"type": "mtp", "independent": True},
     "medusa, soft": {"type": "medusa", "loss": {"soft_ce": 1.0}},
 }
 
@@ -69,7 +67,7 @@ def stored(folder, samples):
 
 def batch_of(rows, *, live=None):
     """A padded batch, with the states that rows have or those of a live target and its head."""
-    batch = collate([[row] for row in rows])
+    batch = collate(rows)
     if live is None:
         return batch.filled(lambda *_, **__: pytest.fail("reads the target"))
     target, head = live
@@ -91,10 +89,9 @@ def test_what_each_family_has_kept(target):
     kept = {name: Reads.of(fresh(name, target)) for name in [*HEADS, *MORE]}
     for name in ("eagle3", "eagle3 of two layers"):
         assert kept[name] == Reads((1, 2, 3), "context", "labels")
-    for name in ("eagle", "mtp", "mtp, independent", "hydra_pp"):
+    for name in ("eagle", "mtp"):
         assert kept[name] == Reads((), "nowhere", "context")
-    for name in ("medusa", "hydra"):
-        assert kept[name] == Reads((), "nowhere", "starts")
+    assert kept["medusa"] == Reads((), "nowhere", "starts")
     assert kept["draft_lm"] == Reads((), "nowhere", "labels")
 
 
@@ -284,7 +281,7 @@ def test_features_of_something_else_are_refused_with_key_and_values(
     data = DataConfig(train="a.jsonl", max_length=40)
     extract(samples, target, eagle3, tmp_path / "out", origin=origin_of(data, target.tokenizer))
     found = Shards(tmp_path / "out")
-    check_features(found, eagle3, target, data=replace(data, layout="packed", validation="b.jsonl"))
+    check_features(found, eagle3, target, data=replace(data, layout="bucketed", validation="b.jsonl"))
     check_features(found, fresh("draft_lm", target), target)  # reads less
     other = tiny_target("qwen3")
     with pytest.raises(BadInput, match="target tiny-llama .* not tiny-qwen3"):
@@ -366,24 +363,6 @@ def test_a_late_failure_leaves_the_features_beside_it(run_yaml, tmp_path, monkey
             extract_command(run_yaml, output=tmp_path / output, device="cpu")
     assert contents(tmp_path / "feat") == before and not (tmp_path / "feat/b").exists()
     assert (tmp_path / "more").is_dir() and not list((tmp_path / "more").iterdir()), "it was there, and empty"
-
-
-@pytest.mark.parametrize("name", ["progress/mine", "tokens/mine", ".draft.tmp", ".draft.1.unfinished"])
-def test_a_folder_of_the_users_own_is_refused_untouched(name, run_yaml, tmp_path):
-    path = tmp_path / "out" / name
-    path.parent.mkdir(parents=True)
-    path.write_text("mine")
-    with pytest.raises(BadInput, match="out: holds other files"):
-        extract_command(run_yaml, output=tmp_path / "out", device="cpu")
-    assert contents(tmp_path / "out") == {name: b"mine"}
-
-
-def test_two_extractions_do_not_share_a_folder(run_yaml, tmp_path):
-    with OwnedFolder(tmp_path / "out", command="headstart data extract"):
-        before = contents(tmp_path / "out")
-        with pytest.raises(BadInput, match=f"out: in use by process {os.getpid()} on"):
-            extract_command(run_yaml, output=tmp_path / "out", device="cpu")
-        assert contents(tmp_path / "out") == before
 
 
 @pytest.mark.slow

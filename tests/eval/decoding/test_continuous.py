@@ -16,8 +16,7 @@ from headstart.eval.decoding.loop import Texts
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import SuffixDrafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 from joining import check_joining, joined_texts
 from perturbing import perturb
 
@@ -74,7 +73,6 @@ def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
 OTHERS = {
     "look-ups": lambda target, tiny_target: SuffixDrafter(),
     "a draft model": lambda target, tiny_target: DraftModelDrafter(tiny_target("llama", num_hidden_layers=2)),
-    "sparse-self": lambda target, tiny_target: SparseSelfDrafter(target, 32),  # prompts longer than its budget
 }
 
 

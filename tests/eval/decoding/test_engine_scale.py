@@ -6,7 +6,7 @@ import pytest
 import torch
 from drafted import untrained
 from headstart.eval.decoding import generate
-from headstart.heads.drafting import DynamicTree
+from headstart.heads.drafting.trees import DynamicTree
 
 pytestmark = pytest.mark.slow
 

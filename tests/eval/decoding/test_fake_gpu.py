@@ -15,17 +15,15 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import Stopwatch, decode, generate
 from headstart.eval.decoding.replay import Replay
 from headstart.eval.decoding.stopping import Stop
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.drafters.synthetic import SyntheticDrafter
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import Suite
-from headstart.heads.drafting import StaticTree
-from headstart.heads.target import Target
+from headstart.heads.drafting.trees import DynamicTree
+from headstart.targets.target import Target
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
-TREES = {"chain": None, "static": StaticTree(((0,), (1,), (0, 0), (1, 0)))}
+TREES = {"chain": None, "tree": DynamicTree(num_nodes=4, depth=2, top_k=2)}
 
 
 class FakeCuda:
@@ -149,18 +147,6 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(target, monkeypatch):
     assert len(lines) == 1, "once, and not for every step and length"
 
 
-def test_a_target_whose_rope_reads_the_device_decodes_all_the_same(tiny_target):
-    """transformers asks for the longest position where frequencies depend on it: no step of it can be recorded."""
-    rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
-    target = tiny_target("qwen3", rope_parameters=rope, max_position_embeddings=64)
-    how: dict[str, Any] = {"max_new_tokens": 12}
-    wanted = generate(target, None, [PROMPTS[1]], eos_token_ids=[], **how).token_ids
-    engine = Engine(target, None, batch_size=1, max_length=24, steps="compile")
-    with pytest.warns(UserWarning, match="eager"):
-        found = decode(engine, [PROMPTS[1]], stop=Stop.of(target, eos_token_ids=[]), **how)
-    assert found.token_ids == wanted
-
-
 # Memory
 
 
@@ -177,9 +163,9 @@ def no_collection() -> Any:
     ("head_type", "steps", "tree"),
     [
         ("block", "eager", "chain"),
-        ("eagle3", "compile", "static"),
+        ("eagle3", "compile", "tree"),
         ("medusa", "compile", "chain"),
-        ("mtp", "eager", "static"),
+        ("mtp", "eager", "tree"),
     ],
 )
 def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
@@ -238,27 +224,4 @@ def test_drafters_read_long_prompts_in_chunks_as_at_once(head_type, target, monk
     parts = generate(target, head, prompts, **how)
     assert parts.token_ids == whole.token_ids
     assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
-    assert max(widths) == 12
-
-
-def test_drafters_that_need_the_whole_prompt_get_it(target, monkeypatch):
-    """The sparse target, which looks at a prompt's end, and drafts by rates, which look a prompt up; a head within
-    these reads in chunks."""
-    prompts = [PROMPTS[1] * 4, PROMPTS[3]]
-    inner = untrained("eagle3", target)
-    synthetic = SyntheticDrafter(target, prompts, [0.7, 0.5], max_new_tokens=16, inner=inner)
-    widths, commit = [], inner.commit
-
-    def watched(state: Any, read: Any) -> None:
-        widths.append(read.tokens.shape[1])
-        commit(state, read)
-
-    for drafter in (SparseSelfDrafter(target, 32), synthetic):
-        how: dict[str, Any] = {"max_new_tokens": 16, "num_draft_tokens": 3, "eos_token_ids": []}
-        whole = generate(target, drafter, prompts, **how)
-        with monkeypatch.context() as patch:
-            patch.setattr(Target, "prompt_chunk", 12)
-            patch.setattr(inner, "commit", watched)
-            parts = generate(target, drafter, prompts, **how)
-        assert [one.num_accepted for one in parts.rounds] == [one.num_accepted for one in whole.rounds]
     assert max(widths) == 12

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from drafted import untrained
 from headstart.benchmarks.engine_cells import SIZES
+from headstart.benchmarks.synthetic import BlankDrafter
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.engine import DecodeState, Engine
-from headstart.eval.decoding.verify import accept_sampled
-from headstart.eval.drafters.synthetic import BlankDrafter
 from headstart.heads.base import DraftHead
-from headstart.heads.decoders import attention, joined_decoder
-from headstart.heads.decoders.cache import SlotCache
-from headstart.heads.decoders.split_attention import reads_in_parts
-from headstart.heads.drafter import Reading
-from headstart.heads.drafting import Proposal, StaticTree
-from headstart.heads.nn.target_output import TargetOutput
-from headstart.heads.registry import HEADS
-from headstart.heads.target import Target
-from headstart.heads.targets.fit import build_skeleton_head
+from headstart.heads.drafting.drafter import Reading
+from headstart.heads.drafting.trees import DynamicTree, Proposal
+from headstart.heads.stored.fit import build_skeleton_head
+from headstart.targets.caches import attention
+from headstart.targets.caches.cache import SlotCache
+from headstart.targets.caches.split_attention import reads_in_parts
+from headstart.targets.cpu import joined_decoder
+from headstart.targets.layers.target_output import TargetOutput
+from headstart.targets.target import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -44,58 +44,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Rejection
-
-
-def tree_of(*widths: int) -> StaticTree:
-    """So many nodes at each depth, those of the best parents first, three children at most but for the root's."""
-    levels: list[list[tuple[int, ...]]] = [[()]]
-    for width in widths:
-        ranks = range(width if len(levels) == 1 else 3)
-        levels.append(sorted((path + (r,) for path in levels[-1] for r in ranks), key=sum)[:width])
-    return StaticTree(tuple(sorted((path for level in levels[1:] for path in level), key=lambda p: (len(p), p))))
-
-
-TREE = tree_of(8, 9, 7, 4, 3)
-
-
-def sampled_inputs(tree: StaticTree, num_rows: int, size: int) -> Any:
-    """Targets, drafts that are like them, children drawn without replacement, and parents."""
-    source = torch.Generator().manual_seed(7)
-    logits = torch.randn(num_rows, tree.num_nodes + 1, size, generator=source)
-    probs = logits.softmax(-1)
-    draft = (logits + torch.randn(logits.shape, generator=source)).softmax(-1)
-    left, drafted = draft.clone(), []
-    for node, parent in enumerate(tree.parents):
-        token = torch.multinomial(left[:, parent + 1], 1, generator=source)
-        left[:, parent + 1].scatter_(1, token, 0.0)
-        drafted.append(token)
-        assert node >= parent
-    return probs, draft, torch.cat(drafted, 1), torch.tensor(tree.parents).expand(num_rows, -1)
-
-
-def test_rejection_walks_by_depth_with_fewer_kernels():
-    """Node by node, 31 of them took 1,279, most of these over the whole vocabulary."""
-    assert TREE.num_nodes == 31
-    inputs = sampled_inputs(TREE, 2, 16)
-    with Launches() as launched:
-        accept_sampled(*inputs, depth=TREE.depth, most_children=TREE.most_children)
-    assert len(launched.names) < 0.6 * 1279
-
-
-@pytest.mark.parametrize("tree", [TREE, tree_of(1, 1, 1), tree_of(4), tree_of(2, 5, 1)])
-def test_what_is_accepted_is_the_same_to_the_bit_whether_the_shape_is_known_or_not(tree):
-    inputs = sampled_inputs(tree, 500, 12)
-    found = []
-    for most_children in (None, tree.most_children):
-        source = torch.Generator().manual_seed(3)
-        result = accept_sampled(*inputs, depth=tree.depth, most_children=most_children, generator=source)
-        inside = torch.arange(tree.depth) < result.num_accepted[:, None]
-        found.append((result.num_accepted, result.path * inside, result.bonus))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert set(found[0][0].tolist()) == set(range(tree.depth + 1))
-
-
 # Long caches: a target of the 8B's heads, and layers of few channels, on no device
 
 
@@ -105,7 +53,7 @@ def skeleton_of(num_layers: int) -> Target:
     config = LlamaConfig(num_hidden_layers=num_layers, max_position_embeddings=20000, **sizes, **heads)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return Target(model, name="skeleton", fingerprint="")
+        return Target.of(model, name="skeleton", fingerprint="")
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +81,7 @@ def attended(skeleton: Target, monkeypatch: pytest.MonkeyPatch, context: int, he
         seen.append((query, key))
         return plain(query, key, *others, **more)
 
-    changes: dict[str, Any] = {"independent": True, "layout": "deepseek_v3"} if head_type == "mtp" else {}
-    drafter = head_of(skeleton, head_type, **changes) if head_type else None
+    drafter = head_of(skeleton, head_type) if head_type else None
     engine = Engine(skeleton, drafter, batch_size=1, max_length=context + 60, **how)
     engine.replay.steps, record = "graph", engine.replay
     monkeypatch.setattr(record, "_record", lambda step, arguments: step)
@@ -171,7 +118,7 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
 
     for module in (attention, joined_decoder):
         monkeypatch.setattr(module, "masked_attention", watched, raising=False)
-    for head_type in ("eagle", "eagle3", "hydra", "mtp", "draft_lm"):
+    for head_type in ("eagle", "eagle3", "mtp", "draft_lm"):
         head = head_of(skeleton, head_type)
         engine = Engine(skeleton, head, batch_size=1, max_length=300)
         with torch.device("meta"):
@@ -179,7 +126,7 @@ def test_no_prompt_is_read_through_kernels_that_are_planned_anew_for_its_length(
         output, last = engine.prefill(tokens, num_valid)
         before = len(allowed)
         engine.commit_prompts(Reading(tokens, tokens, output, torch.zeros_like(num_valid), num_valid))
-        assert head_type == "hydra" or len(allowed) > before
+        assert len(allowed) > before
         assert last.shape == (1, 1)
     assert allowed and not any(allowed)
 
@@ -204,7 +151,7 @@ def launched_per_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> float:
         with torch.device("meta"):
             last, start = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), 9)
         num = {"baseline": 0, "chain": 5, "tree": 5}[kind]
-        tree = tree_of(3, 2) if kind == "tree" else None
+        tree = DynamicTree(num_nodes=5, depth=2, top_k=3) if kind == "tree" else None
         drafter = BlankDrafter() if num else None
         if drafter is not None:
             drafter.drafts_trees = True
@@ -256,7 +203,7 @@ def test_joined_layers_decode_what_the_models_own_do(family, tiny_target, monkey
     """As on a GPU, here on a CPU: texts, drafts and features; and weights take no memory twice."""
     target, prompts = tiny_target(family), [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]]
     head = untrained("eagle3", target)
-    for tree in (None, tree_of(2, 2)):
+    for tree in (None, DynamicTree(num_nodes=4, depth=2, top_k=2)):
         how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_ids": [], "tree": tree}
         wanted = generate(target, head, prompts, **how)
         joined = tiny_target(family)

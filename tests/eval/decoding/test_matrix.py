@@ -8,32 +8,26 @@ from functools import cache
 import pytest
 import torch
 from drafted import own_text, untrained
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.measurement.tree_search import optimal_tree, static_tree
-from headstart.heads.decoders.cpu.build import supported_sets
-from headstart.heads.decoders.cpu.decoder import CpuDecoder
-from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import HEADS
-from headstart.heads.target import Target
+from headstart.heads.drafting.trees import DynamicTree
+from headstart.targets.cpu.build import supported_sets
+from headstart.targets.cpu.decoder import CpuDecoder
+from headstart.targets.target import Target
 from perturbing import perturb
 
 VOCABULARY, NUM_NEW = 12, 14
 PROMPTS = [[1, 5, 9, 5, 9], [1, 7, 8, 3, 11, 10, 4, 6, 7, 8], [1], [1, 10, 3, 10]]  # of 5, 10, 1 and 4 tokens
-ACCURACIES = [[0.4, 0.3, 0.2], [0.5, 0.3], [0.5, 0.2]]  # made up: they shape the trees
 TREES = {
     "chain": None,
-    "static": static_tree(ACCURACIES, num_nodes=8),
+    "narrow": DynamicTree(num_nodes=4, depth=2, top_k=2),
     "dynamic": DynamicTree(num_nodes=7, depth=3, top_k=3),
-    "optimal": optimal_tree(ACCURACIES, verify_ms=lambda n: 9 + 0.8 * n, draft_ms=lambda d: 0.5 * d)[0],
 }
 LOOKUPS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 ARCHITECTURES, ROWS = ["llama", "qwen3", "gemma3"], ["1 row", "4 ragged rows"]
-OTHERS = [
-    (name, "chain", architecture) for name in (*LOOKUPS, "draft-model", "sparse-self") for architecture in ARCHITECTURES
-]
+OTHERS = [(name, "chain", architecture) for name in (*LOOKUPS, "draft-model") for architecture in ARCHITECTURES]
 # every head with every tree; any two of head, tree, architecture and number of rows meet
 HEAD_CASES = [
     (name, tree, ARCHITECTURES[(i + j) % 3]) for i, name in enumerate(sorted(HEADS)) for j, tree in enumerate(TREES)
@@ -57,8 +51,6 @@ def drafter_of(target_of):
             return LOOKUPS[name]()
         if name == "draft-model":
             return DraftModelDrafter(target_of("qwen2"))
-        if name == "sparse-self":
-            return SparseSelfDrafter(target_of(family), 32)
         return perturb(untrained(name, target_of(family)), 0.1, seed=3)
 
     return make
@@ -96,7 +88,7 @@ def test_greedy_text_is_that_of_transformers(architecture, drafter, tree, rows, 
 @pytest.fixture(scope="module")
 def narrow_of(tiny_model):
     """narrow_of(name): a target in bf16 that the kernels decode, and a head of that family, untrained."""
-    target = Target(tiny_model("llama", vocab_size=VOCABULARY).to(torch.bfloat16), name="narrow", fingerprint="")
+    target = Target.of(tiny_model("llama", vocab_size=VOCABULARY).to(torch.bfloat16), name="narrow", fingerprint="")
 
     @cache
     def make(name):
@@ -109,7 +101,7 @@ SETS = supported_sets()
 SET_CASES = [
     (SETS[(i + j) % len(SETS)], name, tree, [1, 8][(i + j) % 2])
     for i, name in enumerate(sorted(HEADS))
-    for j, tree in enumerate(["chain", "static", "dynamic"])
+    for j, tree in enumerate(TREES)
 ]
 
 
@@ -129,24 +121,3 @@ def test_on_every_instruction_set_drafts_change_no_bit(instructions, name, tree,
     how |= {"tree": TREES[tree], "num_draft_tokens": 3 if tree == "chain" else None}
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     assert [text for batch in batches for text in generate(target, head, batch, **how).token_ids] == plain
-
-
-def test_the_trees_branch_and_differ():
-    assert [tree and (tree.num_nodes, tree.depth) for tree in TREES.values()] == [None, (8, 3), (7, 3), (5, 2)]
-
-
-def test_a_lossy_engine_is_caught(target_of, drafter_of, wanted_of, monkeypatch):
-    """The bonus is taken from the last node but one of the path: what the matrix must be able to see."""
-    from headstart.eval.decoding import verify
-
-    accept = verify.accept_tree
-
-    def wrong(chosen, drafted, parents, *, depth):
-        accepted = accept(chosen, drafted, parents, depth=depth)
-        accepted.bonus = torch.where(accepted.num_accepted > 0, chosen[:, 0], accepted.bonus)
-        return accepted
-
-    monkeypatch.setattr(verify, "accept_tree", wrong)
-    head = drafter_of("medusa", "llama")
-    how = {"max_new_tokens": NUM_NEW, "tree": TREES["static"], "eos_token_ids": []}
-    assert generate(target_of("llama"), head, PROMPTS, **how).token_ids != wanted_of("llama")

@@ -4,21 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafted import untrained
+from headstart.benchmarks.synthetic import BlankDrafter, SyntheticDrafter
 from headstart.eval.decoding.draft_setting import chains
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.hybrid import HybridDrafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.metrics import acceptance
+from headstart.eval.figures.metrics import acceptance
 from headstart.eval.measurement.step_times import TimedCell
+from headstart.eval.proof.config import MeasureConfig
 from headstart.heads.base import DraftBatch
-from headstart.heads.decoders import joined_decoder
-from headstart.heads.decoders.split_attention import masked_attention, reads_in_parts
-from headstart.heads.drafting import DynamicTree, StaticTree
+from headstart.heads.drafting.trees import DynamicTree, SampledChain
+from headstart.targets.caches.split_attention import masked_attention, reads_in_parts
+from headstart.targets.cpu import joined_decoder
 from joining import joined_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -27,9 +26,8 @@ PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 LONG = [1, *range(3, 60)] * 20
 TREES = {
     "chain": None,
-    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
     "dynamic": DynamicTree(num_nodes=6, depth=2, top_k=3),
-    "sampled": StaticTree(((0,), (1,), (0, 0), (1, 0)), sampled=True),
+    "sampled": SampledChain(3),
 }
 
 
@@ -55,7 +53,7 @@ def both_ways(target, drafter, *, steps, tree=None, num_new=40, prompts=PROMPTS)
     return engine
 
 
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_captured_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
     both_ways(on_gpu, head_for(head_type, on_gpu), steps="graph", tree=TREES[tree])
 
@@ -63,7 +61,7 @@ def test_captured_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
 # each compiles for a while; that steps of all heads can be compiled is seen on a CPU, in test_recorded_steps.py
 @pytest.mark.parametrize(
     ("head_type", "tree"),
-    [(head_type, tree) for head_type in ("medusa", "eagle3") for tree in ("chain", "static")] + [("eagle3", "dynamic")],
+    [(head_type, tree) for head_type in ("medusa", "eagle3") for tree in ("chain", "dynamic")],
 )
 def test_compiled_steps_decode_what_eager_ones_do(head_type, tree, on_gpu):
     both_ways(on_gpu, head_for(head_type, on_gpu), steps="compile", tree=TREES[tree])
@@ -129,10 +127,6 @@ def test_rows_join_and_leave_captured_rounds(drafts, batch_size, on_gpu):
 def test_captured_rounds_of_recurrent_layers_decode_what_eager_ones_do(drafts, tiny_target):
     target = tiny_target("qwen3_5").to("cuda")
     both_ways(target, head_for("eagle3", target) if drafts else None, steps="graph")
-
-
-def test_a_captured_target_drafts_for_itself(on_gpu):
-    both_ways(on_gpu, SparseSelfDrafter(on_gpu, 32), steps="graph")
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

@@ -1,20 +1,16 @@
-"""Targets whose layers bias slots (ALiBi) or hide them by a mask of their own: their text, in every way of decoding."""
+"""Targets whose layers bias slots (ALiBi): their text, and faults that the check at load sees."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from drafted import own_text, untrained
-from headstart.configs.errors import BadInput
+from drafted import own_text
+from headstart.base.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.heads.drafting import DynamicTree
-from headstart.heads.nn.documents import Documents
-from headstart.heads.target import Target
-from headstart.heads.targets import own_masks
-from headstart.heads.targets.own_masks import OwnMasks
+from headstart.targets.layers.documents import Documents
+from headstart.targets.layers.own_masks import OwnMasks
+from headstart.targets.target import Target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
@@ -28,11 +24,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,  # a tied table would only ever repeat its input
 }
-WINDOW = 8
 KINDS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 4, "n_head": 4},
     "falcon": {"alibi": True, "multi_query": False, "new_decoder_architecture": False},
-    "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
 }
 PROMPTS = [[1, 5, 9, 14, 33], [1, 7, 8, 3, 22, 40, 11, 6, 30, 31, 5, 9, 14, 2, 51, 8, 8, 3], [1], [1, 30, 31, 32]]
 HOW: dict[str, Any] = {"max_new_tokens": 24, "eos_token_ids": []}
@@ -62,7 +56,7 @@ def model(kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def target(kind: str) -> Target:
-    return Target(make_model(kind), name=kind, fingerprint="")
+    return Target.of(make_model(kind), name=kind, fingerprint="")
 
 
 @pytest.fixture(scope="module")
@@ -76,56 +70,35 @@ def texts(model: Any) -> list[list[int]]:
     return found
 
 
-DRAFTERS: dict[str, Callable[[Target], Any]] = {
-    "none": lambda target: None,
-    "itself": DraftModelDrafter,
-    "sparse itself": lambda target: SparseSelfDrafter(target, 32),
-    "eagle3": lambda target: untrained("eagle3", target),
-}
-
-
-@pytest.mark.fast_only(drafter=["eagle3"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_chains_are_the_models_own_text_alone_and_in_a_batch(drafter, target, texts):
-    how = {**HOW, "num_draft_tokens": None if drafter == "none" else 3}
-    for row in (1, 2):  # the longest, and a prompt of one token
-        assert generate(target, DRAFTERS[drafter](target), PROMPTS[row], **how).token_ids == [texts[row]]
-    done = generate(target, DRAFTERS[drafter](target), PROMPTS, **how)
+def test_rows_of_a_batch_are_the_models_own_text(target, texts):
+    """tests/targets/kinds has it with heads and trees."""
+    done = generate(target, DraftModelDrafter(target), PROMPTS, num_draft_tokens=3, **HOW)
     assert done.token_ids == texts
-    if drafter == "itself":  # each draft is right, so none may be lost to a wrong bias or mask
-        assert all(one.num_accepted[0] == 3 for one in done.rounds[1:-1])
-
-
-def test_trees_are_the_models_own_text(target, texts):
-    assert target.decodes_trees
-    head, tree = DRAFTERS["eagle3"](target), DynamicTree(num_nodes=7, depth=3, top_k=3)
-    assert generate(target, head, PROMPTS, tree=tree, **HOW).token_ids == texts
-
-
-def test_packed_texts_have_the_states_that_they_have_alone(target):
-    rows = [PROMPTS[1], PROMPTS[0], PROMPTS[3]]
-    documents = Documents.of([[len(row) for row in rows]], num_positions=sum(map(len, rows)) + 2)
-    whole = torch.tensor([sum(rows, []) + [0, 0]])
-    alone = torch.cat([target.forward(torch.tensor([row])).post_norm for row in rows], 1)
-    torch.testing.assert_close(target.forward(whole, documents=documents).post_norm[:, :-2], alone)
+    # each draft is right, so none may be lost to a wrong bias or mask
+    assert all(one.num_accepted[0] == 3 for one in done.rounds[1:-1])
 
 
 def test_the_models_own_forward_is_as_it_was(model, target, texts):
-    """Also behind forwards of ours: masks and biases are replaced within them only."""
+    """Also behind forwards of ours: biases are replaced within them only."""
     ids = torch.tensor([PROMPTS[1] + texts[1]])
     generate(target, None, PROMPTS[1], **HOW)
     with torch.no_grad():
         torch.testing.assert_close(target.model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-def test_a_local_layer_is_known_by_its_mask():
-    target = Target(make_model("gpt_neo"), name="gpt_neo", fingerprint="")
-    assert [target.window_of(i) for i in range(4)] == [None, WINDOW, None, WINDOW]
+def test_a_mask_keeps_texts_of_a_row_apart(target):
+    """Two texts in one row have the states that they have alone, as parallel heads need."""
+    rows = [torch.tensor([prompt]) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
+    parts = [(torch.full_like(row, i), torch.arange(row.shape[1])[None]) for i, row in enumerate(rows)]
+    documents = Documents(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
+    together = target.forward(torch.cat(rows, 1), documents=documents)
+    alone = torch.cat([target.forward(row).post_norm for row in rows], 1)
+    torch.testing.assert_close(together.post_norm, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_falcon_without_the_bias_reads_by_the_usual_mask(monkeypatch):
     monkeypatch.setitem(KINDS, "falcon", {**KINDS["falcon"], "alibi": False})
-    target = Target(make_model("falcon"), name="falcon", fingerprint="")
+    target = Target.of(make_model("falcon"), name="falcon", fingerprint="")
     assert not target.own_masks and target.can_decode and target.decodes_trees
 
 
@@ -133,16 +106,11 @@ def test_a_falcon_without_the_bias_reads_by_the_usual_mask(monkeypatch):
 
 
 def refused(kind: str) -> str:
-    target = Target(make_model(kind), name=kind, fingerprint="")
+    target = Target.of(make_model(kind), name=kind, fingerprint="")
     assert not target.can_decode
     with pytest.raises(BadInput, match="can be trained on, but not decoded$") as caught:
         generate(target, None, PROMPTS[0], **HOW)
     return str(caught.value)
-
-
-def test_a_lost_window_is_refused(monkeypatch):
-    monkeypatch.setattr(own_masks, "window_in", lambda mask: None)
-    assert "has another state than in the model's own forward" in refused("gpt_neo")
 
 
 @pytest.mark.parametrize("kind", ["bloom", "falcon"])
@@ -154,5 +122,5 @@ def test_a_lost_bias_is_refused(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["bloom", "falcon"])
 def test_a_bias_by_slot_instead_of_position_leaves_chains_alone(kind, monkeypatch):
     monkeypatch.setattr(OwnMasks, "_at_places", lambda self, bias: bias)
-    target = Target(make_model(kind), name=kind, fingerprint="")
+    target = Target.of(make_model(kind), name=kind, fingerprint="")
     assert target.can_decode and not target.decodes_trees

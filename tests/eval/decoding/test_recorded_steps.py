@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.decoding import continuous, replay
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -18,19 +18,17 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.guessing import Guessing
 from headstart.eval.drafters.hybrid import HybridDrafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.drafters.synthetic import BlankDrafter, SyntheticDrafter
-from headstart.heads.decoders import joined_decoder
-from headstart.heads.decoders.joined_decoder import JoinedDecoder
-from headstart.heads.drafting import DynamicTree, StaticTree, levels
+from headstart.heads.drafting.trees import DynamicTree, SampledChain
+from headstart.targets.caches.ring_cache import DraftWindow
+from headstart.targets.cpu import joined_decoder
+from headstart.targets.cpu.joined_decoder import JoinedDecoder
 from joining import check_joining
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 TREES = {
     "chain": None,
-    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
-    "sampled": StaticTree(((0,), (1,), (0, 0), (1, 0)), sampled=True),
+    "sampled": SampledChain(3),
     "dynamic": DynamicTree(num_nodes=6, depth=2, top_k=3),
 }
 # what cannot stand in a CUDA graph: values read to the host, shapes that depend on values, constants made from lists
@@ -64,7 +62,7 @@ def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(replay, "compiled", record)
     for module in ("tree_nodes", "cache", "state_cache"):  # as on a GPU
-        monkeypatch.setattr(f"headstart.heads.decoders.{module}.is_readable", lambda _: False)
+        monkeypatch.setattr(f"headstart.targets.caches.{module}.is_readable", lambda _: False)
 
 
 @pytest.fixture
@@ -92,13 +90,17 @@ def test_no_step_of_any_head_reads_to_the_host(head_type, tree, target, recorded
     both_ways(target, untrained(head_type, target), TREES[tree])
 
 
-def test_nor_does_a_static_tree(target, recorded_strictly):
-    both_ways(target, untrained("eagle3", target), TREES["static"])
-
-
 @pytest.mark.parametrize("name", ["draft_lm", "eagle3"])
 def test_nor_does_one_that_drafts_behind_mask_tokens(name, target, recorded_strictly):
     both_ways(target, untrained(name, target, parallel=True, num_depths=4), None)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "block"])
+def test_nor_does_one_with_a_draft_window(name, tree, target, recorded_strictly):
+    head = untrained(name, target)
+    head.draft_window = DraftWindow(4, 2)
+    both_ways(target, head, TREES[tree])
 
 
 def test_nor_does_the_baseline(family, tiny_target, recorded_strictly):
@@ -126,20 +128,12 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nor_does_the_target_that_drafts_for_itself(family, tiny_target, recorded_strictly):
-    target = tiny_target(family)
-    both_ways(target, SparseSelfDrafter(target, 32), None)
+@pytest.mark.parametrize("head_type", ["eagle3", "medusa", "block"])
+def test_nor_does_a_head_that_is_asked_beside_look_ups(head_type, target, recorded_strictly, monkeypatch):
+    beside_look_ups(target, untrained(head_type, target), monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_type", "tree"), [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "dynamic"), ("block", "chain")]
-)
-def test_nor_does_a_head_that_is_asked_beside_look_ups(tree, head_type, target, recorded_strictly, monkeypatch):
-    beside_look_ups(target, untrained(head_type, target), TREES[tree], monkeypatch)
-
-
-def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def beside_look_ups(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, and what the head guesses in the first rounds, in which no row has ended."""
     guesses, chains = [], Guessing.chains
 
@@ -148,22 +142,15 @@ def beside_look_ups(target: Any, head: Any, tree: Any, monkeypatch: pytest.Monke
         return guesses[-1]
 
     monkeypatch.setattr(Guessing, "chains", kept)
-    wanted = generate(target, HybridDrafter(head), PROMPTS, max_new_tokens=12, tree=tree, eos_token_ids=[])
+    wanted = generate(target, HybridDrafter(head), PROMPTS, max_new_tokens=12, eos_token_ids=[])
     num_rounds = len(guesses)
-    engine = Engine(target, HybridDrafter(head), batch_size=4, max_length=32, tree=tree, steps="compile")
+    engine = Engine(target, HybridDrafter(head), batch_size=4, max_length=32, steps="compile")
     for _ in range(2):
         found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
         assert found.token_ids == wanted.token_ids
-    tokens = [[[one.token for one in depth] for row in each for depth in row] for each in guesses]
+    tokens = [[guess.token for row in each for guess in row] for each in guesses]
     assert tokens[:2] == tokens[num_rounds : num_rounds + 2]
     assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
-
-
-@pytest.mark.slow
-def test_nor_do_drafts_without_a_head(target, recorded_strictly):
-    both_ways(target, BlankDrafter(), None)
-    drafter = SyntheticDrafter(target, PROMPTS, [0.7, 0.5], max_new_tokens=24, inner=untrained("eagle3", target))
-    both_ways(target, drafter, None)
 
 
 @pytest.mark.slow
@@ -173,19 +160,12 @@ def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
 
 @pytest.mark.slow
 def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
-    beside_look_ups(target, untrained("eagle3", target), None, monkeypatch)
+    beside_look_ups(target, untrained("eagle3", target), monkeypatch)
 
 
 @pytest.mark.slow
-def test_sparse_drafts_are_traced_whole(target, traced):
-    both_ways(target, SparseSelfDrafter(target, 32), None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["static", "dynamic"])
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_trees_are_traced_whole(tree, target, traced):
-    both_ways(target, untrained("eagle3", target), TREES[tree])
+def test_trees_are_traced_whole(target, traced):
+    both_ways(target, untrained("eagle3", target), TREES["dynamic"])
 
 
 @pytest.mark.slow
@@ -279,13 +259,6 @@ def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_targ
     found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
     assert found.token_ids == wanted
     assert list(target.decoder.compiled) == [(4, engine.num_drafted + 1, engine.cache.extent)]
-
-
-def test_a_trees_indices_stay_where_a_graph_reads_them():
-    """However many other trees were drafted since."""
-    trees = [StaticTree(tuple((rank,) for rank in range(count))) for count in range(2, 302)]
-    found = [levels(tree, torch.device("cpu")) for tree in trees]
-    assert all(levels(tree, torch.device("cpu")) is one for tree, one in zip(trees, found, strict=True))
 
 
 def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):

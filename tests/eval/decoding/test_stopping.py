@@ -1,10 +1,10 @@
 """Texts end exactly where they should, whatever a round commits at once."""
 
 import pytest
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.stopping import Stop
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +18,7 @@ def spelled(tiny_target):
     target = tiny_target("llama")
     words = Tokenizer(models.WordLevel({piece or "<s>": i for i, piece in enumerate(PIECES)}, unk_token="<s>"))
     words.decoder = decoders.Fuse()
-    return Target(
+    return Target.of(
         target.model,
         name=target.name,
         fingerprint=target.fingerprint,

@@ -1,30 +1,31 @@
 """Draft trees: their shapes, that every node is what a chain along its path would draft, and that text stays exact."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
-from drafted import own_text, untrained
-from headstart.configs.errors import BadInput
+from drafted import untrained
+from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
-from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.decoders.cache import SlotCache
-from headstart.heads.decoders.tree_nodes import agreeing_paths, ancestors
-from headstart.heads.drafter import Drafter, Reading
-from headstart.heads.drafting import (
+from headstart.eval.decoding.draft_setting import named_tree
+from headstart.eval.figures.metrics import acceptance
+from headstart.heads.drafting.drafter import Drafter, Reading
+from headstart.heads.drafting.trees import (
+    Draws,
     DynamicTree,
     Proposal,
-    StaticTree,
+    SampledChain,
     draft_chain,
     draft_dynamic,
-    draft_static,
 )
-from headstart.heads.registry import HEADS
+from headstart.scripts.evaluating.eval_drafts import WantedDrafts
+from headstart.targets.caches.cache import SlotCache
+from headstart.targets.caches.tree_nodes import agreeing_paths, ancestors
 from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
-STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 0), (2, 1, 1), (0, 0, 0, 0)))
-DYNAMIC = DynamicTree(num_nodes=12, depth=4, top_k=3)
+DYNAMIC, NARROW = DynamicTree(num_nodes=12, depth=4, top_k=3), DynamicTree(num_nodes=5, depth=4, top_k=2)
 
 
 @pytest.fixture
@@ -69,15 +70,6 @@ def scored_along(head, state, path, row):
 
 
 @torch.no_grad()
-def test_static_nodes_are_what_a_chain_along_their_path_drafts(head, state_of):
-    proposal = draft_static(head, state_of(), STATIC)
-    for row in (0, 1):
-        for path, ranks in zip(paths_of(proposal, row), STATIC.paths, strict=True):
-            scored = scored_along(head, state_of(), path[:-1], row)
-            assert path[-1] == scored[len(path) - 1].topk(ranks[-1] + 1).indices[-1], (row, ranks)
-
-
-@torch.no_grad()
 def test_dynamic_tree_keeps_the_most_probable_nodes(head, state_of):
     """Against a plain search: the frontier of each level by joint probability, then the best of all candidates."""
     proposal = draft_dynamic(head, state_of(), DYNAMIC)
@@ -101,8 +93,23 @@ def test_dynamic_tree_keeps_the_most_probable_nodes(head, state_of):
 
 def test_a_tree_of_one_path_is_the_chain(head, state_of):
     chain = draft_chain(head, state_of(), num_draft_tokens=4)
-    line = draft_static(head, state_of(), StaticTree(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))))
+    line = draft_dynamic(head, state_of(), DynamicTree(num_nodes=4, depth=4, top_k=1))
     assert torch.equal(chain.tokens, line.tokens)
+
+
+def test_drawn_tokens_are_those_of_the_distribution_behind_them(head, state_of):
+    """Each from what the head scores behind the tokens drawn before it."""
+    draws = Draws(0.5, head.target.vocab_size, torch.Generator().manual_seed(0))
+    drawn = head.propose_tree(state_of(), SampledChain(4), draws=draws)
+    assert drawn.parents is None and drawn.draft_probs is not None
+    for row in (0, 1):
+        scored = scored_along(head, state_of(), drawn.tokens[row, :-1].tolist(), row)
+        wanted = torch.stack([(one / 0.5).softmax(-1) for one in scored])
+        torch.testing.assert_close(drawn.draft_probs[row], wanted, rtol=1e-4, atol=1e-5)
+    many = torch.randn(5, generator=torch.Generator().manual_seed(1)).expand(40_000, -1)
+    tokens, probs = draws(many)
+    counts = torch.bincount(tokens, minlength=5) / len(many)
+    torch.testing.assert_close(counts, probs[0], rtol=0, atol=0.015)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +127,7 @@ def texts_of(tiny_target):
 # beside those of test_matrix.py; each with both trees, and each tree with every head
 ELSEWHERE = ["gpt_neox", "mistral", "qwen2", "qwen3_moe"]
 CASES = [
-    (name, ELSEWHERE[(i + 2 * j) % 4], [STATIC, DYNAMIC][j]) for i, name in enumerate(sorted(HEADS)) for j in (0, 1)
+    (name, ELSEWHERE[(i + 2 * j) % 4], [NARROW, DYNAMIC][j]) for i, name in enumerate(sorted(HEADS)) for j in (0, 1)
 ]
 
 
@@ -157,7 +164,7 @@ def test_a_tree_that_holds_the_targets_own_path_is_accepted_whole(target):
     wanted = generate(target, None, PROMPTS, max_new_tokens=60, eos_token_ids=[]).token_ids
     longest = max(map(len, PROMPTS))
     text = torch.tensor([p + new + [0] * (longest - len(p)) for p, new in zip(PROMPTS, wanted, strict=True)])
-    shape = StaticTree(((0,), (1,), (1, 0), (1, 1), (1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1)))
+    shape = DynamicTree(num_nodes=7, depth=4, top_k=2)  # the nodes are the Oracle's own
     out = generate(target, Oracle(), PROMPTS, max_new_tokens=41, tree=shape, eos_token_ids=[])  # type: ignore[arg-type]
     assert out.token_ids == [new[:41] for new in wanted]
     assert acceptance(out.rounds, num_draft_tokens=4).length == 5
@@ -182,7 +189,7 @@ def test_trees_are_read_on_a_cpu_as_on_a_gpu(seed, monkeypatch):
     wanted = torch.randint(9, (3, 10), generator=torch.Generator().manual_seed(seed))
     wanted[0, 0] = tokens[0, int((parents[0] == -1).nonzero()[0])]  # a row that accepts
     here = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
-    monkeypatch.setattr("headstart.heads.decoders.tree_nodes.is_readable", lambda _: False)
+    monkeypatch.setattr("headstart.targets.caches.tree_nodes.is_readable", lambda _: False)
     seen, num, path, at = ancestors(parents, 9), *agreeing_paths(wanted, tokens, parents, depth=9)
     valid = torch.arange(9) < num[:, None]
     assert num[0] > 0 and torch.equal(here[0], seen) and torch.equal(here[1], num) and torch.equal(here[3], at)
@@ -191,7 +198,7 @@ def test_trees_are_read_on_a_cpu_as_on_a_gpu(seed, monkeypatch):
 
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_ancestors_of_a_chain_of_any_length(depth, monkeypatch):
-    monkeypatch.setattr("headstart.heads.decoders.tree_nodes.is_readable", lambda _: False)
+    monkeypatch.setattr("headstart.targets.caches.tree_nodes.is_readable", lambda _: False)
     assert torch.equal(ancestors(torch.arange(-1, depth - 1)[None], depth)[0], torch.ones(depth, depth).tril().bool())
 
 
@@ -208,30 +215,36 @@ def test_accepted_nodes_are_moved_only_if_they_are_elsewhere():
     assert torch.equal(cache.stored[0], before)
 
 
-@pytest.mark.parametrize("paths", [(), ((),), ((0, 0),), ((0,), (0, 0), (1,)), ((0,), (1, 0)), ((0,), (0,))])
-def test_malformed_trees_are_refused(paths):
-    """A repeated path would be drafted and tried twice, which sampled verification does not allow for."""
-    with pytest.raises(BadInput, match="tree"):
-        StaticTree(paths)
-
-
-def test_a_sampled_tree_has_the_children_that_were_drawn_before():
-    """A rank that is missing, or stands later, would be verified as if it had been drawn first."""
-    for paths in (((1,),), ((1,), (0,)), ((0,), (0, 1))):
-        with pytest.raises(BadInput, match="sampled"):
-            StaticTree(paths, sampled=True)
-    StaticTree(((0,), (1,), (0, 0), (0, 1)), sampled=True)
-
-
 def test_a_tree_deeper_than_the_head_is_refused(target):
     head = untrained("medusa", target, num_depths=2)
     with pytest.raises(BadInput, match="num_draft_tokens 4"):
-        generate(target, head, [1, 2], tree=STATIC)
+        generate(target, head, [1, 2], tree=DYNAMIC)
 
 
-@pytest.mark.parametrize(("head_type", "tree"), [("block", None), ("eagle3", STATIC)])  # the engine is the same for all
-def test_repetition_penalty_is_that_of_transformers(head_type, tree, target):
+@pytest.mark.parametrize("num_draft", [None, 2])
+@pytest.mark.fast_only(head_type=["eagle3", "medusa"])
+def test_named_trees_are_as_deep_as_the_chain(num_draft, head_type, target):
     head = untrained(head_type, target)
-    for prompt in PROMPTS:
-        out = generate(target, head, prompt, max_new_tokens=16, repetition_penalty=1.5, tree=tree)
-        assert out.token_ids[0] == own_text(target.model, prompt, 16, repetition_penalty=1.5)
+    length = num_draft or head.max_draft_tokens or head.default_draft_tokens
+    named = partial(named_tree, target=target, drafter=head, num_nodes=9, num_draft_tokens=num_draft)
+    assert named("chain") is None and named("sampled-chain") == SampledChain(length)
+    assert named("dynamic") == DynamicTree(num_nodes=9, depth=length, top_k=4)
+    how = {"tree": named("sampled-chain"), "generator": torch.Generator().manual_seed(0), "temperature": 1.0}
+    text = generate(target, head, [[1, 5, 9], [1]], max_new_tokens=16, **how)
+    assert {one.num_drafted for one in text.rounds[1:]} == {length}
+
+
+def test_what_cannot_be_drafted_is_refused(target, target_as_drafter):
+    head, model = untrained("medusa", target, num_depths=2), target_as_drafter(target)
+    cases = [
+        ("bush", head, None, "^--tree bush: expected one of chain, dynamic, sampled-chain$"),
+        ("dynamic", model, None, "^--tree dynamic: not with TargetAsDrafter$"),
+        ("sampled-chain", model, None, "^--tree sampled-chain: not with TargetAsDrafter$"),
+        ("sampled-chain", head, 3, "^num_draft_tokens 3: this drafter drafts 1 to 2 tokens$"),
+    ]
+    for name, drafter, num_draft, line in cases:
+        with pytest.raises(BadInput, match=line):
+            named_tree(name, target, drafter, num_nodes=4, num_draft_tokens=num_draft)
+    assert WantedDrafts.of([], ["ngram"], ["sampled-chain"], 8, temperature=0.7).trees == ["sampled-chain"]
+    with pytest.raises(BadInput, match="^--tree sampled-chain: needs --temperature above 0$"):
+        WantedDrafts.of([], ["ngram"], ["sampled-chain"], 8, temperature=0.0)

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.eval.decoding.sampling import Sampling, choose_tokens, sample, target_probs
-from headstart.eval.decoding.verify import accept_chain, accept_sampled, accept_tree, accept_typical, residual_behind
+from headstart.base.errors import BadInput
+from headstart.eval.decoding.sampling import Sampling, choose_tokens, random_keys, sample, target_probs
+from headstart.eval.decoding.verify import accept_chain, accept_sampled, accept_tree, residual_behind
 from transformers import (
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,6 +19,10 @@ CHAIN = [-1, 0, 1, 2]
 
 def source(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def keys(*shape, seed=0):
+    return random_keys(shape, torch.device("cpu"), source(seed))
 
 
 def random_tree(num_nodes, vocab, generator):
@@ -75,9 +78,8 @@ def paths(result):
         {"temperature": 1.0, "top_k": 500},
         {"temperature": 0.6, "top_p": 0.9},
         {"temperature": 1.0, "top_p": 0.01},
-        {"temperature": 1.0, "repetition_penalty": 1.4},
-        {"temperature": 0.8, "top_k": 12, "top_p": 0.8, "repetition_penalty": 0.7},
-        {"temperature": 1.5, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "top_k": 12, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 3, "top_p": 0.5},
     ],
     ids=str,
 )
@@ -85,27 +87,23 @@ def test_target_probs_are_those_of_transformers(how):
     logits = torch.randn(64, 40, generator=source()) * 3
     if "top_p" not in how:
         logits[0, 3:9] = logits[0].max()  # ties, of which top-p keeps any in transformers
-    ids = torch.randint(40, (64, 7), generator=source(1))
-    history = torch.zeros(64, 40, dtype=torch.bool).scatter(1, ids, True)
-    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(float(how.get("repetition_penalty", 1.0)))])
-    steps.append(TemperatureLogitsWarper(how["temperature"]))
+    steps = LogitsProcessorList([TemperatureLogitsWarper(how["temperature"])])
     if "top_k" in how:
         steps.append(TopKLogitsWarper(how["top_k"]))
     if "top_p" in how:
         steps.append(TopPLogitsWarper(how["top_p"]))
-    wanted = steps(ids, logits.clone()).softmax(-1)  # pyright: ignore[reportArgumentType]
-    found = target_probs(logits.view(8, 8, 40), Sampling(**how), history.view(8, 8, 40))
+    wanted = steps(torch.zeros(64, 1), logits.clone()).softmax(-1)  # pyright: ignore[reportArgumentType]
+    found = target_probs(logits.view(8, 8, 40), Sampling(**how))
     assert torch.equal(found.view(64, 40), wanted)
 
 
-def test_temperature_zero_is_the_penalised_argmax_lowest_id_first():
+def test_temperature_zero_is_the_argmax_lowest_id_first():
     logits = torch.tensor([[1.0, 4.0, 4.0, 3.0], [-1.0, -2.0, -1.5, -1.0]])
     assert target_probs(logits, Sampling()).argmax(-1).tolist() == [1, 0]
     assert choose_tokens(logits, Sampling()).tolist() == [1, 0]
-    history = torch.tensor([[False, True, False, False], [True, False, False, True]])
-    how = Sampling(repetition_penalty=2.0, top_k=1, top_p=0.5)
-    assert choose_tokens(logits, how, history=history).tolist() == [2, 2]
-    assert target_probs(logits, how, history).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    how = Sampling(top_k=1, top_p=0.5)
+    assert choose_tokens(logits, how).tolist() == [1, 0]
+    assert target_probs(logits, how).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 
 def test_top_p_keeps_the_lowest_ids_of_those_that_tie():
@@ -122,7 +120,7 @@ def test_half_precision_logits_are_scored_in_fp32():
 def test_samples_follow_their_distribution():
     logits = torch.tensor([2.0, 0.0, 1.0, -math.inf, 0.5])
     how = Sampling(temperature=0.8, top_k=3)
-    tokens = choose_tokens(logits.expand(50, 1000, -1), how, generator=source())
+    tokens = choose_tokens(logits.expand(50, 1000, -1), how, keys=keys(50, 1000))
     assert tokens.shape == (50, 1000)
     expected = target_probs(logits, how) * 50_000
     counts = torch.bincount(tokens.flatten(), minlength=5)
@@ -133,7 +131,7 @@ def test_samples_follow_their_distribution():
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_k": 1.5}]
-    + [{"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}],
+    + [{"top_p": 0.0}, {"top_p": 1.1}],
     ids=str,
 )
 def test_bad_sampling_is_refused(wrong):
@@ -156,15 +154,19 @@ def test_accept_tree_is_the_plain_walk():
     assert ((result.path >= 0) & (result.path < 9)).all(), "a valid index everywhere"
 
 
-def test_accept_sampled_of_one_hot_distributions_is_the_plain_walk():
+def test_accept_sampled_of_one_hot_distributions_is_the_plain_chain():
     """Temperature 0: with no mass of the draft, with any mass, and with all of it on one token."""
-    parents, tokens, depth = random_trees(200)
-    chosen = torch.randint(3, (200, 10), generator=source(2))
+    drafted = torch.randint(3, (200, 4), generator=source())
+    chosen = torch.randint(3, (200, 5), generator=source(2))
     probs = torch.nn.functional.one_hot(chosen, 3).float()
-    wanted = paths(accept_tree(chosen, tokens, parents, depth=depth))
-    some = torch.randn(200, 10, 3, generator=source(3)).softmax(-1)
-    for draft_probs in (torch.zeros_like(probs), some, torch.nn.functional.one_hot(chosen.flip(0), 3).float()):
-        assert paths(accept_sampled(probs, draft_probs, tokens, parents, depth=depth)) == wanted
+    wanted = paths(accept_tree(chosen, drafted, torch.tensor([CHAIN] * 200), depth=4))
+    some = torch.randn(200, 4, 3, generator=source(3)).softmax(-1)
+    for draft_probs in (
+        torch.zeros(200, 4, 3),
+        some,
+        torch.nn.functional.one_hot(chosen.flip(0)[:, 1:], 3).float(),
+    ):
+        assert paths(accept_sampled(probs, draft_probs, drafted)) == wanted
 
 
 def test_a_chain_is_a_tree():
@@ -177,39 +179,22 @@ def test_a_chain_is_a_tree():
     assert all(path == list(range(len(path))) for path, _ in paths(result))
 
 
-def test_accept_typical_takes_the_longest_path_above_the_threshold():
-    """Three branches: 0-2-3 whose middle is too unlikely, 1-4 and 1-5 that stand; the lower index of these wins."""
-    parents = torch.tensor([[-1, -1, 0, 2, 1, 1]])
-    drafted = torch.tensor([[0, 1, 2, 3, 0, 1]])
-    probs = torch.full((1, 7, 4), 0.25)  # entropy ln 4: the threshold is min(0.09, 0.3 / 4) = 0.075
-    probs[0, 1] = torch.tensor([0.4, 0.3, 0.07, 0.23])  # behind node 0: token 2 falls short
-    probs[0, 5] = torch.tensor([0.1, 0.2, 0.6, 0.1])  # behind node 4
-    assert paths(accept_typical(probs, drafted, parents, depth=3)) == [([1, 4], 2)]
-    assert paths(accept_typical(probs, drafted, parents, depth=3, epsilon=0.01)) == [([0, 2, 3], 0)]
-    probs[0, 0] = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    assert paths(accept_typical(probs, drafted, parents, depth=3)) == [([], 3)]
-
-
 # Degenerate inputs, and the device
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_degenerate_inputs_give_a_accepted_path_within_the_targets_support(seed):
-    """One-hot and sparse distributions, drafts that never draw what was drafted, siblings that take up the draft."""
-    parents, tokens, depth = random_trees(400, seed=seed)
-    rows = torch.arange(400)[:, None]
-    kinds = [torch.randn(400, 10, 3, generator=source(seed + 1)).mul(scale).softmax(-1) for scale in (1, 40, 1000)]
+def test_degenerate_inputs_give_a_chain_within_the_targets_support(seed):
+    """One-hot and sparse distributions, and drafts that never draw what was drafted."""
+    drafted, rows = torch.randint(3, (400, 4), generator=source(seed)), torch.arange(400)
+    kinds = [torch.randn(400, 5, 3, generator=source(seed + 1)).mul(scale).softmax(-1) for scale in (1, 40, 1000)]
     kinds += [target_probs(kinds[0].log(), Sampling(temperature=1.0, top_k=k)) for k in (1, 2)]
     kinds += [(kinds[0] - 1e-6).clamp_min(0), kinds[0] * (1 + 1e-6)]  # sums that rounding left beside 1
     for probs in kinds:
         for draft_probs in [*kinds, torch.zeros_like(probs)]:
-            result = accept_sampled(probs, draft_probs, tokens, parents, depth=depth, generator=source(seed))
-            inside = torch.arange(depth) < result.num_accepted[:, None]  # [B, depth]
-            nodes = torch.cat([torch.full((400, 1), -1), result.path], 1)  # [B, depth + 1] from the root down
-            assert (parents.gather(1, result.path) == nodes[:, :-1])[inside].all(), "a path"
-            said = probs[rows, nodes[:, :-1] + 1, tokens.gather(1, result.path)]  # [B, depth]
-            last = nodes.gather(1, result.num_accepted[:, None])  # [B, 1]
-            assert (said > 0)[inside].all() and (probs[rows, last + 1, result.bonus[:, None]] > 0).all()
+            result = accept_sampled(probs, draft_probs[:, :-1], drafted, generator=source(seed))
+            inside = torch.arange(4) < result.num_accepted[:, None]  # [B, K]
+            said = probs[:, :-1].gather(2, drafted[..., None])[..., 0]
+            assert (said > 0)[inside].all() and (probs[rows, result.num_accepted, result.bonus] > 0).all()
 
 
 def test_an_empty_residual_is_replaced():
@@ -219,40 +204,34 @@ def test_an_empty_residual_is_replaced():
     sure = torch.tensor([[1.0, 0.0, 0.0]])
     assert residual_behind(sure, sure, token).tolist() == [[1, 0, 0]]
     assert residual_behind(sure, torch.ones(1, 3), token).tolist() == [[1, 0, 0]]
-    assert sample(torch.tensor([[0.0, 1e-38, 0.0]]).expand(1000, -1), source()).unique().tolist() == [1]
+    assert sample(torch.tensor([[0.0, 1e-38, 0.0]]).expand(1000, -1), keys(1000)).unique().tolist() == [1]
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_too():
-    """In sums of float32 behind a token of weight 1, all of weight 5e-8 are lost."""
+    """In sums of float32 behind a token of weight 1, all of weight 5e-8 would be lost."""
     weights = torch.full((30_000,), 5e-8)
     weights[0] = 1
-    draws = torch.cat([sample(weights.expand(600, -1), source(i)) for i in range(10)])
+    draws = torch.cat([sample(weights.expand(600, -1), keys(600, seed=i)) for i in range(10)])
     assert 1 <= (draws > 0).sum() <= 30  # 9 are expected
-    assert sample(torch.zeros(2, 5), source()).shape == (2,)  # of a node without children: any valid token
+    assert sample(torch.zeros(2, 5), keys(2)).shape == (2,)  # of nothing: any valid token
 
 
 def test_no_nodes_leave_the_bonus_token():
     """The baseline's round: an empty tree."""
     chosen, none = torch.tensor([[4], [2]]), torch.zeros(2, 0, dtype=torch.long)
-    probs = torch.nn.functional.one_hot(chosen, 6).float()
-    wanted = [([], 4), ([], 2)]
-    assert paths(accept_tree(chosen, none, none, depth=0)) == wanted
-    assert paths(accept_sampled(probs, probs, none, none, depth=0)) == wanted
-    assert paths(accept_typical(probs, none, none, depth=0)) == wanted
+    assert paths(accept_tree(chosen, none, none, depth=0)) == [([], 4), ([], 2)]
 
 
 def test_no_rule_reads_from_the_device():
     """On the meta device there is nothing to read: a host read or a shape that depends on values is an error."""
     with torch.device("meta"):
         logits, parents, drafted = torch.randn(2, 5, 7), torch.zeros(2, 4).long(), torch.zeros(2, 4).long()
-        history = torch.zeros(2, 5, 7, dtype=torch.bool)
-        how = Sampling(temperature=0.7, top_k=3, top_p=0.9, repetition_penalty=1.1)
-        probs, greedy = target_probs(logits, how, history), target_probs(logits, Sampling())
-        chosen = choose_tokens(logits, how, history=history)
+        how = Sampling(temperature=0.7, top_k=3, top_p=0.9)
+        probs, greedy = target_probs(logits, how), target_probs(logits, Sampling())
+        chosen = choose_tokens(logits, how, keys=parents.new_zeros(2, 5))
         results = [
             accept_tree(chosen, drafted, parents, depth=3),
-            accept_sampled(probs, greedy, drafted, parents, depth=3),
-            accept_typical(probs, drafted, parents, depth=3),
+            accept_sampled(probs[:, :4], greedy[:, :3], drafted[:, :3]),
         ]
         for result in results:
             assert result.num_accepted.shape == result.bonus.shape == (2,) and result.path.shape == (2, 3)

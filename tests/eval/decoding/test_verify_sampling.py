@@ -1,13 +1,15 @@
-"""Sampling through drafted trees is lossless: joint counts of four tokens against exact enumeration, chi-square.
+"""Sampling through drafts is lossless: joint counts of four tokens against exact enumeration, chi-square.
 
 NUM_TABLES random targets and drafts over V tokens, each a table of logits given the last two tokens, share the rows of
-one run; each run is one round over a drafted tree, continued by plain samples where it committed fewer than four.
+one run; each run is one round over a drafted chain or tree, continued by plain samples where it committed fewer than
+four. Best guesses are verified in trees, drawn tokens in chains.
 """
 
 import pytest
 import torch
 from headstart.eval.decoding import verify
-from headstart.eval.decoding.sampling import Sampling, sample, target_probs
+from headstart.eval.decoding.sampling import Sampling, random_keys, target_probs
+from headstart.eval.decoding.sampling import sample as sample_by
 from headstart.eval.decoding.verify import ACCEPT_RULES, AcceptRule, Candidates, accept_sampled, accept_tree
 
 V, NUM_TABLES = 5, 4
@@ -21,6 +23,13 @@ TREES = {  # parents; of several, row i has the (i // NUM_TABLES)-th in turn
 }
 DEPTH = 3
 RAW = Sampling(temperature=1.0)
+MOST = 1.4  # of chi-square per degree of freedom: by chance it has a deviation of 0.10 to 0.16 over 75 to 200 cells
+
+
+def sample(weights, source):
+    return sample_by(weights, random_keys(weights.shape[:-1], weights.device, source))
+
+
 HOWS = [
     Sampling(temperature=0.7, top_p=0.9),
     Sampling(temperature=1.0, top_p=0.9, top_k=3),
@@ -46,7 +55,7 @@ class Setting:
         self.parents = trees[self.rows // NUM_TABLES % len(trees)]  # [B, S]
 
     def grow(self, *, sampled: bool) -> None:
-        """Draft the tree: children without replacement, sampled or in the order of their probability."""
+        """Draft the tree: of a node the most probable children, or drawn ones."""
         rows, num_nodes = self.rows, self.parents.shape[1]
         self.before = torch.zeros(len(rows), num_nodes + 1, dtype=torch.long)  # [B, S + 1] last token but one
         self.last = torch.ones_like(self.before)  # [B, S + 1]
@@ -68,18 +77,16 @@ class Setting:
         return tables[self.table[:, None], self.before, self.last]
 
     def accept(self, rule: str):
-        """deterministic: children of the draft's order, the target's choice followed. sampled: recursive rejection."""
+        """deterministic: children of the draft's order, the target's choice followed. sampled: rejection of a chain."""
         self.grow(sampled=rule == "sampled")
-        tree = (self.drafted, self.parents)
         if rule == "deterministic":
             chosen = sample(self.at_nodes(self.target), self.source)  # as `choose_tokens` does
-            return accept_tree(chosen, *tree, depth=DEPTH)
+            return accept_tree(chosen, self.drafted, self.parents, depth=DEPTH)
         probs = self.at_nodes(self.target)
-        draft_probs = torch.zeros_like(probs) if rule == "struck out" else self.draft_probs
-        return accept_sampled(probs, draft_probs, *tree, depth=DEPTH, generator=self.source)
+        return accept_sampled(probs, self.draft_probs[:, :-1], self.drafted, generator=self.source)
 
     def accept_by(self, rule: AcceptRule, *, sampled: bool, offered: torch.Tensor | None = None):
-        """By a rule of the table: of best guesses, or of sampled children; of a chain perhaps only `offered` ones.
+        """By a rule of the table: of best guesses, or of drawn ones; of a chain perhaps only `offered` ones.
 
         The rule processes the target's logits for these; for all, which are many, it gets processed ones."""
         self.grow(sampled=sampled)
@@ -91,8 +98,9 @@ class Setting:
             is_chain=bool((self.parents == torch.arange(-1, self.parents.shape[1] - 1)).all()),
             read_logits=lambda: self.at_nodes(logits),
             read_best=None,
-            draft_probs=self.draft_probs if sampled else None,
+            draft_probs=self.draft_probs[:, :-1] if sampled else None,
             sampling=how,
+            keys=random_keys([NUM_ROWS, self.parents.shape[1] + 1], torch.device("cpu"), self.source),
             generator=self.source,
             offered=offered,
         )
@@ -136,7 +144,6 @@ def accepted(tree, rule, *, draft) -> float:
 # Lossless
 
 
-LOSSLESS = [rule for rule in ACCEPT_RULES.values() if rule.is_lossless]
 WAYS = {  # whether children are sampled, how the target is, and how like it the draft is
     "guessed, sharp": (False, HOWS[0], "close"),
     "guessed, top-k": (False, HOWS[1], "close"),
@@ -146,8 +153,7 @@ WAYS = {  # whether children are sampled, how the target is, and how like it the
 
 
 GUESSED, SAMPLED = [way for way in WAYS if not WAYS[way][0]], [way for way in WAYS if WAYS[way][0]]
-# each tree with guessed and with sampled children
-CASES = [(tree, ways[i % 2]) for i, tree in enumerate(TREES) for ways in (GUESSED, SAMPLED[::-1])]
+CASES = [(tree, GUESSED[i % 2]) for i, tree in enumerate(TREES)] + [("chain of 3", way) for way in SAMPLED]
 
 
 @pytest.mark.fast_only(tree=["chain of 3"])
@@ -156,75 +162,44 @@ CASES = [(tree, ways[i % 2]) for i, tree in enumerate(TREES) for ways in (GUESSE
     [(tree, *WAYS[way]) for tree, way in CASES],
     ids=[f"{way}, {tree}" for tree, way in CASES],
 )
-@pytest.mark.parametrize("rule", LOSSLESS, ids=lambda rule: rule.name)
-def test_a_rule_that_is_called_lossless_is(rule, sampled, how, draft, tree):
+@pytest.mark.parametrize("rule", ACCEPT_RULES.values(), ids=lambda rule: rule.name)
+def test_a_rule_of_the_table_is_lossless(rule, sampled, how, draft, tree):
     if sampled or not rule.needs_draft_probs:
         setting = Setting(tree, how=how, draft=draft)
-        assert setting.chi_square(setting.accept_by(rule, sampled=sampled)) < 1.3
+        assert setting.chi_square(setting.accept_by(rule, sampled=sampled)) < MOST
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("rule", LOSSLESS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ACCEPT_RULES.values(), ids=lambda rule: rule.name)
 def test_it_is_where_only_some_drafts_of_a_chain_are_verified(rule, sampled):
     if sampled or not rule.needs_draft_probs:
         setting = Setting("chain of 3", how=HOWS[0])
         offered = setting.rows // NUM_TABLES % (DEPTH + 1)
         result = setting.accept_by(rule, sampled=sampled, offered=offered)
-        assert (result.num_accepted <= offered).all() and setting.chi_square(result) < 1.3
+        assert (result.num_accepted <= offered).all() and setting.chi_square(result) < MOST
 
 
-@pytest.mark.parametrize("rule", [rule for rule in ACCEPT_RULES.values() if not rule.is_lossless], ids=lambda r: r.name)
-def test_a_rule_that_is_not_called_lossless_is_not(rule):
-    settings = [Setting(tree, how=RAW) for tree in ("chain of 3", "3 children", "ragged")]
-    results = [setting.accept_by(rule, sampled=rule.needs_draft_probs) for setting in settings]
-    assert max(setting.chi_square(result) for setting, result in zip(settings, results, strict=True)) > 3
-
-
-@pytest.mark.slow
-def test_striking_out_is_the_same_law_as_following_one_sample():
-    """Deterministic children by recursive rejection (EAGLE-2's loop): the same joint law of accepted nodes."""
-    walked, struck = Setting("ragged", how=HOWS[1]), Setting("ragged", how=HOWS[1])
-    one, other = walked.accept("deterministic"), struck.accept("struck out")
-    assert struck.chi_square(other) < 1.3
-    counts = torch.stack([torch.bincount(v.num_accepted * 8 + v.path[:, 0], minlength=32) for v in (one, other)])
-    assert ((counts[0] - counts[1]).abs() <= 4 * counts.sum(0).sqrt()).all()
-
-
-def test_one_sampled_child_stands_as_often_as_the_distributions_overlap():
+def test_one_drawn_token_stands_as_often_as_the_distributions_overlap():
     setting = Setting("one child", how=RAW, draft="sharp")
     rate = setting.accept("sampled").num_accepted.double().mean().item()
     overlap = torch.minimum(setting.target, setting.draft)[:, 0, 1].sum(-1).mean().item()
     assert abs(rate - overlap) < 4 * (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
 
 
-@pytest.mark.fast_only(draft=["sharp"])
-@pytest.mark.parametrize(("tree", "draft"), [("chain of 3", "close"), ("3 children", "sharp"), ("ragged", "close")])
-def test_sampled_children_are_accepted_more(tree, draft):
-    assert accepted(tree, "sampled", draft=draft) > 1.01 * accepted(tree, "deterministic", draft=draft)
+def test_drawn_tokens_are_accepted_more():
+    rates = [accepted("chain of 3", rule, draft="close") for rule in ("sampled", "deterministic")]
+    assert rates[0] > 1.01 * rates[1]
 
 
 # What these tests must be able to see
 
 
-@pytest.mark.fast_only(forgotten=["residual"])
-@pytest.mark.parametrize(("forgotten", "tree"), [("residual", "ragged"), ("draft", "3 children"), ("both", "2 x 2")])
-def test_a_rejection_without_renormalising_is_caught(forgotten, tree, monkeypatch):
-    if forgotten == "both":
-        monkeypatch.setattr(verify, "as_probabilities", lambda weights: weights)
-    elif forgotten == "draft":
-        monkeypatch.setattr(verify, "without", lambda draft, token: draft.scatter(1, token, 0.0))
-    else:
-        monkeypatch.setattr(verify, "residual_behind", lambda residual, draft, token: (residual - draft).clamp_min(0))
-    setting = Setting(tree, how=RAW, draft="sharp")
+@pytest.mark.parametrize("residual", [lambda target, draft, token: target, lambda target, draft, token: draft])
+def test_a_rejection_that_takes_the_draft_for_nothing_or_for_the_target_is_caught(residual, monkeypatch):
+    monkeypatch.setattr(verify, "residual_behind", residual)
+    setting = Setting("chain of 3", how=RAW, draft="sharp")
     assert setting.chi_square(setting.accept("sampled")) > 3
-
-
-@pytest.mark.parametrize("tree", ["chain of 3", "ragged"])
-def test_draft_probabilities_for_deterministic_children_are_caught(tree):
-    """min(1, p / q) with the q of children that were never drawn from it."""
-    setting = Setting(tree, how=RAW)
-    assert setting.chi_square(setting.accept("not drawn")) > 3
 
 
 @pytest.mark.fast_only(tree=["chain of 3"])

@@ -5,7 +5,8 @@ import struct
 
 import pytest
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import save_head
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.answers import Answers, load_answers
@@ -15,13 +16,12 @@ from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.eval.drafters.rates import LookupRates
 from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
+from headstart.eval.plan.budget import Budget
 from headstart.eval.plan.planner import PlanConfig, Planner
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import ChatOptions, Suite, load_suite
-from headstart.heads.drafting import DynamicTree
-from headstart.heads.registry import save_head
 
 PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
 ANSWER = {"role": "assistant", "content": "w6"}
@@ -52,23 +52,14 @@ def test_the_source_that_was_right_more_often_decides():
     assert row.draft(1) == [30], "in this text it is always otherwise"
 
 
-@pytest.mark.parametrize("tree", [None, DynamicTree(num_nodes=9, depth=3, top_k=4)], ids=["chain", "tree"])
-def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target, tree):
+def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target):
     answers = answered(target, PROMPTS)
     head = untrained("eagle3", target, num_depths=3)
     drafters = [HybridDrafter(head, answers=answers), SuffixDrafter(answers=answers)]
     for drafter in drafters:
-        length = None if tree else 3
-        run = generate(target, drafter, PROMPTS, max_new_tokens=24, tree=tree, num_draft_tokens=length)
+        run = generate(target, drafter, PROMPTS, max_new_tokens=24, num_draft_tokens=3)
         assert run.token_ids == [answer for _, answer in answers.rows]
         assert len(run.rounds) < 12, "of 24 tokens, though the head knows nothing"
-
-
-def test_a_tree_holds_what_both_expect():
-    answers = Answers([([3], [10, 20, 21])] * 4)
-    paths = row_of(answers, 7, 10, 30, 31, 7, 10).tree(num_nodes=5, depth=3)
-    assert {(20,), (30,), (20, 21), (30, 31)} <= set(paths) and len(paths) == 5
-    assert all(path[:-1] in {(), *paths[:i]} for i, path in enumerate(paths)), "parents first"
 
 
 def test_answers_to_prompts_that_are_measured_are_left_out(target):
@@ -96,7 +87,7 @@ def test_the_same_question_behind_another_system_prompt_is_left_out(wording, cha
     assert [prompt for prompt, _ in known.answers.looked_up] == [known.answers.rows[1][0]]
     other = SuffixDrafter(answers=load_answers(answers, target.tokenizer))
     config = PlanConfig(measure=MeasureConfig(max_new_tokens=8), trees=[])
-    Planner(target, other, suite, config, "suffix+answers")
+    Planner(target, other, suite, config, "suffix+answers", Budget(60.0))
     assert other.answers is not None and len(other.answers.looked_up) == 1
 
 
@@ -134,7 +125,7 @@ def test_rows_are_read_as_the_target_reads_them(chat_target, written, tmp_path):
     assert (first[0], first[1][:1]) == ([10], [11]) and others == [([4, 5], [6, 7]), ([10, 5, 2, 11], [6, 2])]
     head = save_head(untrained("medusa", chat_target), tmp_path / "head")
     assert build_drafter(f"suffix:{path}", chat_target)[0] == "suffix+answers"
-    assert build_drafter(f"hybrid:{head}:{path}", chat_target)[0] == "hybrid+answers"
+    assert build_drafter(f"hybrid:{head}:{path}", chat_target)[0] == "hybrid+medusa+answers"
 
 
 @pytest.mark.parametrize(

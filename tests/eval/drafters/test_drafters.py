@@ -4,22 +4,21 @@ from typing import Any
 
 import pytest
 from drafted import own_text, told, untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS, save_head
 from headstart.eval.decoding import generate
 from headstart.eval.drafters import lookup
 from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
-from headstart.eval.drafters.sparse_self import SparseSelfDrafter
-from headstart.eval.measurement.metrics import acceptance
-from headstart.heads.drafter import Drafter
-from headstart.heads.registry import HEADS, save_head
-from headstart.heads.target import Target
+from headstart.heads.drafting.drafter import Drafter
+from headstart.targets.caches.ring_cache import DraftWindow
+from headstart.targets.target import Target
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 7, 8, 3, 7], [1], [1, 30, 31, 32, 30, 31, 33, 30]]
 
 
-@pytest.fixture(params=["ngram", "suffix", "draft-model", "small-draft-model", "itself", "sparse-self"])
+@pytest.fixture(params=["ngram", "suffix", "draft-model", "small-draft-model", "itself"])
 def drafter(request, target, tiny_target) -> Drafter:
     """Every drafter, and draft models that are unlike the target, lack half of its vocabulary, or equal it."""
     make = {
@@ -28,7 +27,6 @@ def drafter(request, target, tiny_target) -> Drafter:
         "draft-model": lambda: DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size),
         "small-draft-model": lambda: DraftModelDrafter(tiny_target("llama", vocab_size=30), target_vocab_size=61),
         "itself": lambda: DraftModelDrafter(target),
-        "sparse-self": lambda: SparseSelfDrafter(target),
     }
     return make[request.param]()
 
@@ -141,14 +139,6 @@ def test_tries_are_bounded(monkeypatch):
 # Draft models
 
 
-def test_the_target_as_its_own_draft_model_is_accepted_whole(family, tiny_target):
-    target = tiny_target(family)
-    how: dict[str, Any] = {"max_new_tokens": 21, "num_draft_tokens": 4, "eos_token_ids": []}
-    done = generate(target, DraftModelDrafter(target), PROMPTS, **how)
-    counted = acceptance(done.rounds, num_draft_tokens=4)
-    assert (counted.length, counted.rate) == (5.0, [1.0] * 4)
-
-
 def test_after_rejections_the_draft_model_s_cache_is_right(target, tiny_target):
     """Its drafts are those of a model that reads the committed text afresh."""
     drafter = DraftModelDrafter(tiny_target("qwen3"), target_vocab_size=target.vocab_size)
@@ -196,7 +186,7 @@ class Words:
 
 def test_tokenizers_are_the_same_where_tokens_have_the_same_ids(tiny_model):
     def with_words(**words: int) -> Target:
-        return Target(tiny_model("llama"), name="tiny", fingerprint="", tokenizer=Words(words))
+        return Target.of(tiny_model("llama"), name="tiny", fingerprint="", tokenizer=Words(words))
 
     target = with_words(a=0, b=1, c=2)
     assert has_tokenizer_of(target, with_words(a=0, b=1)) and has_tokenizer_of(with_words(a=0, b=1), target)
@@ -210,17 +200,12 @@ def test_specs_become_drafters(saved_target, tmp_path):
         ("ngram", "ngram", NgramDrafter),
         ("ngram:5", "ngram", NgramDrafter),
         ("suffix", "suffix", SuffixDrafter),
-        ("sparse-self", "sparse-self", SparseSelfDrafter),
-        ("sparse-self:64", "sparse-self", SparseSelfDrafter),
         (f"draft-model:{saved_target}", "draft-model", DraftModelDrafter),
         (f"head:{head}", "medusa", HEADS["medusa"]),
     ]:
         named, drafter = build_drafter(spec, target)
         assert named == name and isinstance(drafter, kind)
     assert build_drafter("ngram:5", target)[1].max_ngram == 5  # pyright: ignore
-    assert build_drafter("sparse-self:64", target)[1].budget == 64  # pyright: ignore
-    with pytest.raises(BadInput, match="a budget of 8 keys: expected at least 32"):
-        build_drafter("sparse-self:8", target)
     specs = ["suffix", "ngram", "ngram:2", f"head:{head}", "ngram", f"head:{head}"]
     names = ["suffix", "ngram", "ngram:2", f"medusa:{head}", "ngram#2", f"medusa:{head}#2"]
     assert [name for name, _ in build_drafters(specs, target)] == names
@@ -231,13 +216,11 @@ def test_specs_become_drafters(saved_target, tmp_path):
     [
         ("ngrm", "did you mean ngram:MAX?"),
         ("draft_model:x", "did you mean draft-model:PATH?"),
-        ("zebra", "expected one of ngram, ngram:MAX, suffix, suffix:ANSWERS, sparse-self, sparse-self:BUDGET, draft-"),
+        ("zebra", "expected one of ngram, ngram:MAX, suffix, suffix:ANSWERS, draft-"),
         ("", "expected one of ngram"),
         ("ngram:0", "MAX should be a whole number"),
         ("ngram:x", "MAX should be a whole number"),
         ("suffix:gone.jsonl", "gone.jsonl: no such file of answers"),
-        ("sparse_self", "did you mean sparse-self:BUDGET?"),
-        ("sparse-self:0", "BUDGET should be a whole number"),
         ("head", "expected head:PATH"),
         ("draft-model:", "expected draft-model:PATH"),
         ("head:./gone", "head ./gone: no such folder"),
@@ -254,3 +237,37 @@ def test_a_bare_head_folder_is_recognised(tmp_path):
     with pytest.raises(BadInput) as caught:
         parse_drafter(str(tmp_path))
     assert f"did you mean head:{tmp_path}?" in str(caught.value)
+
+
+def test_a_head_with_nan_is_refused_before_it_is_measured(target, tmp_path):
+    head = untrained("eagle3", target)
+    name, value = next((name, value) for name, value in head.named_parameters() if value.ndim == 2)
+    value.data[0, 0] = float("nan")
+    folder = save_head(head, tmp_path / "head")
+    for spec in (f"head:{folder}", f"hybrid:{folder}"):
+        with pytest.raises(BadInput, match=f"head {folder}: tensor {name}: 1 values are NaN or infinite"):
+            build_drafter(spec, target)
+
+
+# A window of heads
+
+
+def test_a_window_is_set_on_heads_alone_and_said_in_their_names(target, tmp_path):
+    folder = save_head(untrained("eagle3", target), tmp_path / "head")
+    specs = [f"head:{folder}", f"hybrid:{folder}", "suffix"]
+    (one, head), (both, hybrid), (other, _) = build_drafters(specs, target, window="512:4")
+    assert (one, both, other) == ("eagle3:window 512:4", "hybrid+eagle3:window 512:4", "suffix")
+    assert (head.draft_window, hybrid.head.draft_window) == (DraftWindow(512, 4),) * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("medusa", {}, "MedusaHead has no keys and values of its own"),
+        ("eagle3", {"sliding_window": 8}, "Eagle3Head has a window of its own, of 8"),
+    ],
+)
+def test_a_head_that_cannot_draft_with_a_window_is_refused(family, options, reason, target, tmp_path):
+    folder = save_head(untrained(family, target, **options), tmp_path / "head")
+    with pytest.raises(BadInput, match=reason):
+        build_drafter(f"head:{folder}", target, window="512")

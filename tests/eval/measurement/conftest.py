@@ -1,22 +1,5 @@
-"""Targets of two layers that end no text: what is measured here does not depend on how deep they are."""
+"""What is measured here does not depend on how deep a target is."""
 
-from collections.abc import Callable
+from two_layers import target, tiny_model, tiny_target
 
-import pytest
-from headstart.heads.target import Target
-from transformers import PreTrainedModel
-
-
-@pytest.fixture(scope="session")
-def target(tiny_target: Callable[..., Target]) -> Target:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="session")
-def tiny_target(tiny_target: Callable[..., Target]) -> Callable[..., Target]:
-    return lambda family, **changes: tiny_target(family, **{"num_hidden_layers": 2, "eos_token_id": None, **changes})
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
-    return lambda family, **changes: tiny_model(family, **{"num_hidden_layers": 2, "eos_token_id": None, **changes})
+__all__ = ["target", "tiny_model", "tiny_target"]

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.transformers_baseline import compare_transformers
-from headstart.eval.report.document import build_report
+from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.report.page import render
+from headstart.eval.report.results.document import build_report
 from headstart.eval.suites.prompts import FailedPrompt, Suite
 
 BAD = 13  # the token that a planted fault stumbles over
@@ -70,7 +69,7 @@ def test_what_is_no_fault_of_a_prompt_ends_the_measurement(error, target):
 
 def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
     from headstart.eval.measurement import summary as module
-    from headstart.eval.measurement.lossless import Divergence, LosslessReport
+    from headstart.eval.proof.lossless import Divergence, LosslessReport
 
     def compared(*_, numbers, seen):
         return LosslessReport(1, 0, 0, 1, [Divergence(numbers[0], 4, 4)])
@@ -82,29 +81,7 @@ def test_divergences_keep_the_number_of_their_prompt(target, monkeypatch):
 
 def test_where_all_fail_the_entry_is_empty_and_still_a_report(target):
     entry, rounds = run(target, RuntimeError("planted"), PROMPTS[1:2])
-    assert rounds == [] and entry.num_prompts == 0 and entry.speedup is None and entry.ttft_ms is None
+    assert rounds == [] and entry.num_prompts == 0 and entry.speedup is None and entry.timing.ttft_ms is None
     other, _ = run(target, None, [PROMPTS[0], PROMPTS[2]])
     page = render(build_report(target, [entry, other]))
     assert "Prompts that failed, 1 of 1" in page and "RuntimeError: planted" in page
-
-
-def test_transformers_too_leaves_a_failing_prompt_out(target, monkeypatch):
-    from headstart.eval.measurement import transformers_baseline as module
-
-    decode = module.our_decoding
-
-    def stumbling(*arguments):
-        def way(prompt, one):
-            if BAD in prompt:
-                raise RuntimeError("planted")
-            return one(prompt)
-
-        return [lambda prompt, one=one: way(prompt, one) for one in decode(*arguments)]
-
-    monkeypatch.setattr(module, "our_decoding", stumbling)
-    entry = compare_transformers(target, NgramDrafter(), Suite("four", PROMPTS), CONFIG, name="ngram")
-    assert entry is not None and entry.num_prompts == 3 == entry.lossless.identical
-    assert entry.failed == [FailedPrompt(1, "prompt 1", "RuntimeError: planted")]
-    empty = compare_transformers(target, None, Suite("one", PROMPTS[1:2]), CONFIG, name="none")
-    assert empty is not None and empty.num_prompts == 0 and empty.speedup is None
-    render(build_report(target, [entry, empty]))

@@ -5,13 +5,13 @@ import torch
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
+from headstart.eval.figures.bandwidth import cache_bytes
 from headstart.eval.measurement import measure as module
 from headstart.eval.measurement import passes
-from headstart.eval.measurement.bandwidth import cache_bytes
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.measure import measure, measure_all, most_at_once
 from headstart.eval.measurement.passes import decode_by_turns
-from headstart.eval.measurement.runner import Contender, Runner
+from headstart.eval.proof.config import MeasureConfig
+from headstart.eval.proof.runner import Contender, Runner
 from headstart.eval.suites.prompts import Suite
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3], [1, 30, 31]]
@@ -54,7 +54,7 @@ def test_the_baseline_is_decoded_once_for_all_drafters_that_memory_holds(at_once
     assert (ngram.drafter, suffix.drafter) == ("NgramDrafter", "SuffixDrafter")
     each = 3 * 2 + 1  # a warm-up and two repeats
     assert sum(drafter is None for drafter in begun) == (3 - at_once) * each and len(begun) == (5 - at_once) * each
-    assert (ngram.baseline_ttft_ms == suffix.baseline_ttft_ms) == (at_once == 2)
+    assert (ngram.timing.baseline_ttft_ms == suffix.timing.baseline_ttft_ms) == (at_once == 2)
 
 
 def test_sides_decode_a_portion_each_by_turns(target, monkeypatch):

@@ -1,34 +1,24 @@
 """A measurement that was killed goes on where it stopped: no batch is measured twice, and the report is the same."""
 
 import copy
-import json
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict, is_dataclass, replace
-from pathlib import Path
 
 import pytest
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure
-from headstart.eval.measurement import transformers_baseline as comparators
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.resume import BatchStore, identity
-from headstart.eval.measurement.runner import Runner
-from headstart.eval.measurement.transformers_baseline import compare_transformers
+from headstart.eval.proof.config import MeasureConfig
+from headstart.eval.proof.runner import Runner
 from headstart.eval.suites.prompts import Suite
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3], [1, 30, 31], [1, 40, 41], [1, 44, 3]]
 CONFIG = MeasureConfig(setting=chain(3), max_new_tokens=8, num_repeats=2)
 TIMES = re.compile(
-    r"seconds|_ms$|speedup|bandwidth|copy_|^timing$|tokens_per_second|^ours_over|per_second|step_medians|disturbance"
+    r"seconds|_ms$|speedup|bandwidth|copy_|^timing$|tokens_per_second|per_second|step_medians|disturbance"
 )
 
 
@@ -105,28 +95,6 @@ def test_measured_figures_are_those_that_were_kept_times_included(target, tmp_pa
         assert run(target, store) == first
 
 
-def test_transformers_goes_on_too(target, tmp_path, monkeypatch):
-    def compare(store, on_prompt=lambda: None):
-        suite = Suite("five", PROMPTS)
-        return compare_transformers(target, NgramDrafter(), suite, CONFIG, name="d", on_prompt=on_prompt, store=store)
-
-    whole = compare(None)
-    with pytest.raises(Killed), BatchStore(tmp_path) as store:
-        compare(store, killed_after(2))
-    timed = []
-    time_prompt = comparators.time_prompt
-
-    def counting(*one, number, **how):
-        timed.append(number)
-        return time_prompt(*one, number=number, **how)
-
-    monkeypatch.setattr(comparators, "time_prompt", counting)
-    with BatchStore(tmp_path) as store:
-        resumed = compare(store)
-    assert timed == [2, 3, 4]
-    assert without_times(resumed) == without_times(whole)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,80 +167,6 @@ def test_nothing_is_written_before_a_batch_is_measured(tmp_path):
         assert store.get("a", 0) is None
         store.finish()
     assert list(tmp_path.iterdir()) == []
-
-
-# The command, killed
-
-COUNTED = """
-import os, sys
-from headstart.eval.measurement.resume import BatchStore
-from headstart.scripts import cli
-add = BatchStore.add
-def counted(self, key, batch, record):
-    add(self, key, batch, record)
-    with open(os.environ["COUNTER"], "a") as file:
-        file.write(f"{key} {batch}\\n")
-BatchStore.add = counted
-sys.argv = ["headstart", *sys.argv[1:]]
-cli.main()
-"""
-
-
-@pytest.mark.soak
-def test_kills_at_random_points_leave_the_report_as_it_would_be(saved_target, tmp_path):
-    """kill -9 after random numbers of batches; both engines, a head's optimal tree, two suites, a prompt too long."""
-    from headstart.heads.registry import save_head
-    from headstart.heads.target import Target
-
-    head = save_head(untrained("medusa", Target.load(saved_target)), tmp_path / "h")
-    files = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
-    for file in files:
-        rows = [{"prompt": f"w{i} w{5 + i} w{30 + i}", "category": "even" if i % 2 else "odd"} for i in range(5, 13)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "w5 " * 250}]))
-    line = f"eval --target {saved_target} --head {head} --drafter ngram --prompts {files[0]} --prompts {files[1]}"
-    line += " --tree chain --tree optimal --tree-nodes 6 --compare transformers --repeats 2 --max-new-tokens 32"
-    rng, counter = random.Random(3), tmp_path / "counter"
-
-    def start(output):
-        command = [sys.executable, "-c", COUNTED, *line.split(), "--output", str(output)]
-        env = {**os.environ, "COUNTER": str(counter)}
-        with (tmp_path / "said").open("ab") as said:
-            return subprocess.Popen(command, env=env, stdout=said, stderr=said)
-
-    output, kills = tmp_path / "killed", 0
-    kept = output / "measured.jsonl"
-    while kills < 4:
-        process, wanted = start(output), num_lines(kept) + rng.randint(1, 6)
-        while process.poll() is None and num_lines(kept) < wanted:
-            time.sleep(0.01)
-        if process.poll() is not None:
-            break
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert start(output).wait() == 0 and kills == 4, (tmp_path / "said").read_text()[-2000:]
-    measured = counter.read_text().splitlines()
-    assert len(measured) == len(set(measured)), "a batch was measured twice"
-    assert len(measured) <= 2 + 6 * 2 * (1 + 2) and not kept.exists(), "two trees; all of ours at once, two of theirs"
-
-    assert start(tmp_path / "whole").wait() == 0
-    reports = [json.loads((folder / "report.json").read_text()) for folder in (output, tmp_path / "whole")]
-    for one in (one for report in reports for one in report["results"]):
-        assert one["num_prompts"] == 6 and [failed["prompt"] for failed in one["failed"]] == [8], "two shape the tree"
-    # an optimal tree is shaped by step times, so only the chains of two measurements are alike
-    chains = [[one for one in report["results"] if one["tree"] == "chain"] for report in reports]
-    assert without_times(chains[0]) == without_times(chains[1])
-    rounds = [read_rounds(folder) for folder in (output, tmp_path / "whole")]
-    assert without_times(rounds[0]) == without_times(rounds[1])
-
-
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def read_rounds(folder):
-    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["tree"] == "chain"]
 
 
 def test_a_drafter_in_the_memory_of_one_that_is_gone_has_its_own_digest(tmp_path):

@@ -2,12 +2,11 @@
 
 import pytest
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
+from headstart.benchmarks.synthetic import SyntheticDrafter
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.drafters.synthetic import SyntheticDrafter
 from headstart.eval.measurement import step_times
-from headstart.eval.measurement.config import MeasureConfig
 from headstart.eval.measurement.step_times import (
     NUM_ROUNDS,
     StepTable,
@@ -17,9 +16,10 @@ from headstart.eval.measurement.step_times import (
     measure_step_times,
     repeated_text,
 )
-from headstart.heads.drafting import StaticTree
+from headstart.eval.proof.config import MeasureConfig
+from headstart.heads.drafting.trees import DynamicTree
 
-TREE = DraftSetting("static:2", 1, StaticTree(((0,), (1,))))
+TREE = DraftSetting("dynamic:2", 1, DynamicTree(num_nodes=2, depth=1, top_k=2))
 
 
 def planted(setting, batch, context, length, num_tokens):
@@ -45,7 +45,7 @@ def test_a_table_of_linear_times_is_read_exactly_everywhere():
 
 
 def test_a_tree_that_was_not_timed_is_refused():
-    with pytest.raises(BadInput, match="static:2: no step time"):
+    with pytest.raises(BadInput, match="dynamic:2: no step time"):
         StepTable((planted("K 1", 1, 10, 1, 2),)).at(TREE, batch_size=1, context=10)
 
 

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 from drafted import untrained
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.decoding.draft_setting import DraftSetting, chains
 from headstart.eval.drafters.lookup import NgramDrafter
-from headstart.eval.measurement.config import MeasureConfig
-from headstart.eval.measurement.metrics import Acceptance, ratio_and_interval
+from headstart.eval.figures.metrics import Acceptance, ratio_and_interval
 from headstart.eval.measurement.result import Observation
-from headstart.eval.measurement.step_times import StepTime
+from headstart.eval.measurement.step_times import StepTable, StepTime
 from headstart.eval.plan.accepting import accepted_by, named_trees
 from headstart.eval.plan.engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
 from headstart.eval.plan.prediction import (
     Accepted,
-    CheckSummary,
     Workload,
     errors,
     predict_cells,
@@ -26,20 +24,22 @@ from headstart.eval.plan.prediction import (
     steady_speedup,
     workload_times,
 )
-from headstart.heads.drafting import DynamicTree
+from headstart.eval.proof.config import MeasureConfig
+from headstart.heads.drafting.trees import DynamicTree
 
 
-@dataclass
-class Times:
+@dataclass(frozen=True)
+class Times(StepTable):
     """A baseline step of 10 ms; a round of 10 ms, and 1 more per drafted token and row beyond `free` of them."""
 
+    times: tuple[StepTime, ...] = ()
     free: int = 0
     reading_ms: float = 0.0
 
     def at(self, setting, *, batch_size, context):
         drafted = setting.num_drafted if setting else 0
-        verify = 10 + max(0, drafted * batch_size - self.free)
-        return StepTime(None, batch_size, context, 1 + drafted, drafted, 0.0, verify, 0.0, self.reading_ms)
+        verify, size = 10 + max(0, drafted * batch_size - self.free), round(batch_size)
+        return StepTime(None, size, round(context), 1 + drafted, drafted, 0.0, verify, 0.0, self.reading_ms)
 
 
 def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
@@ -81,13 +81,13 @@ def test_busy_rows_give_leviathans_formula():
 
 def test_the_fastest_is_recommended_and_off_where_nothing_pays():
     settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16), contexts=(100,))
-    assert len(cells) == 3 * 3 * 2
-    advice = {(one.cell.batch_size, one.cell.load): one for one in recommend_cells(cells)}
-    assert advice[1, "prompts"].cell.setting.name == "K 6" and not advice[1, "prompts"].is_off
-    assert advice[2, "prompts"].cell.setting.name == "K 2"
-    assert advice[16, "steady"].is_off, "16 rows: 10 ms become 26 and more"
-    assert advice[16, "steady"].cell.predicted_speedup == pytest.approx(1.5 * 10 / 26, abs=1e-4)
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16))
+    assert len(cells) == 3 * 3
+    advice = {one.cell.batch_size: one for one in recommend_cells(cells)}
+    assert advice[1].cell.setting.name == "K 6" and not advice[1].is_off
+    assert advice[2].cell.setting.name == "K 2"
+    assert advice[16].is_off, "16 rows: 10 ms become 26 and more"
+    assert advice[16].cell.predicted_speedup == pytest.approx(1.5 * 10 / 26, abs=1e-4)
 
 
 def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
@@ -165,10 +165,9 @@ def test_batches_are_full_in_predictions_too():
 
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16), contexts=(99,))
+    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16))
     found = shortlist(cells)
     assert [one.setting.name for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
-    assert {one.load for one in found} == {"prompts"}, "and K 4 is more than 20 % below"
     many = shortlist(predict_cells(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
     assert len(many) == 4
 
@@ -204,14 +203,6 @@ def test_a_schedule_does_not_change_for_one_percent():
     assert len(schedule_for_vllm(settings, Times(free=999), max_batch_size=64, context=9)) == 1
 
 
-def test_errors_are_relative_to_what_was_measured():
-    cell = predict_cells([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))[0]
-    pairs = ((1.1, 1.0), (1.8, 2.0), (3, 2), (9, None))
-    cells = [replace(cell, predicted_speedup=p, measured_speedup=m) for p, m in pairs]
-    assert errors(cells) == CheckSummary(3, 0.1, 0.5)
-    assert errors(cells[3:]) == CheckSummary(0, None, None)
-
-
 def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain(target):
     eagle3, medusa = (untrained(name, target) for name in ("eagle3", "medusa"))
     tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
@@ -228,6 +219,20 @@ def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_ch
     assert for_llamacpp(cells, eagle3) == llama, "chains alone"
     useless = predict_cells([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
     assert for_sglang(useless, eagle3) is None and for_llamacpp(useless, eagle3) is None
+
+
+def test_what_is_verified_by_confidence_can_be_recommended_and_is_told_to_no_engine(target):
+    """Nothing is predicted of it, and engines have a fixed K."""
+    [cell] = predict_cells([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    cell = replace(cell, measured_speedup=1.5, measured_ci95=(1.4, 1.6), measured_low=1.4, num_timed=8)
+    sure = replace(cell, setting=replace(cell.setting, verify_cost=0.1), predicted_speedup=None, measured_speedup=1.8)
+    sure = replace(sure, measured_ci95=(1.7, 1.9), measured_low=1.7)
+    [advice] = recommend_cells([cell, sure])
+    assert advice.cell.title == "K 2 by confidence" and advice.to_json()["verify_cost"] == 0.1
+    assert errors((one.predicted_speedup, one.measured_speedup) for one in (cell, sure)).num_cells == 1
+    assert measured_lengths([sure]) == {} and measured_lengths([cell]) == {1: 2}
+    eagle3 = untrained("eagle3", target)
+    assert for_llamacpp([sure], eagle3) is None and for_sglang([sure], eagle3) is None
 
 
 def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(target):
@@ -274,8 +279,8 @@ def test_what_texts_accept_does_not_depend_on_the_batch_size(target):
 
 def test_named_trees_have_their_size_and_wrong_names_are_refused(target):
     head = untrained("eagle3", target)
-    trees = named_trees(["static:3", "dynamic:6"], target, head, [[1, 5, 9]], max_new_tokens=8)
-    assert [(one.name, one.num_drafted) for one in trees] == [("static:3", 3), ("dynamic:6", 6)]
-    for wrong in ("static", "static:0", "static:x", "chain:4", "bush:4"):
-        with pytest.raises(BadInput, match=f"--tree {wrong}: expected NAME:NODES"):
-            named_trees([wrong], target, head, [[1]], max_new_tokens=8)
+    trees = named_trees(["dynamic:3", "dynamic:6"], target, head)
+    assert [(one.name, one.num_drafted) for one in trees] == [("dynamic:3", 3), ("dynamic:6", 6)]
+    for wrong in ("dynamic", "dynamic:0", "dynamic:x", "chain:4", "bush:4"):
+        with pytest.raises(BadInput, match=f"--tree {wrong}: expected dynamic:NODES"):
+            named_trees([wrong], target, head)

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from headstart.eval.measurement.environment import TargetInfo
-from headstart.eval.measurement.metrics import AcceptancePart
-from headstart.eval.measurement.result import RecordedTraining, RecordedValidation, Result
-from headstart.eval.report.acceptance_causes import wrong_template
-from headstart.eval.report.diagnosis import diagnose
-from headstart.eval.report.findings import Case, accepted_share, at_depth, below_validation, merged
+from headstart.eval.figures.environment import TargetInfo
+from headstart.eval.figures.metrics import AcceptancePart
+from headstart.eval.figures.recorded_training import RecordedTraining, RecordedValidation
+from headstart.eval.measurement.result import LikeTraining, RenderedChats, Result
+from headstart.eval.report.causes.acceptance_causes import wrong_template
+from headstart.eval.report.causes.diagnosis import diagnose
+from headstart.eval.report.causes.findings import Case, accepted_share, at_depth, below_validation, merged
 from results import made_result
 
+OTHER = RenderedChats(template_hash="bb")  # than that of training
 GOOD, BAD = [0.9, 0.8, 0.8], [0.6, 0.5, 0.4]
 
 
@@ -35,7 +37,7 @@ TRAINED = {
 
 def entry(rates=BAD, *, trained=(), **changes) -> Result:
     """A greedy chain's result, in the form of training."""
-    figures = {"num_committed": 1, "asked_as_trained": 1.0, "by_context": {"0-127": part(rates)}, **vars(part(rates))}
+    figures = {"like_training": LikeTraining(None, 1.0), "by_context": {"0-127": part(rates)}, **vars(part(rates))}
     record = replace(RecordedTraining.from_json(TRAINED), **{"validation": validation(GOOD, GOOD), **dict(trained)})
     lengths = {"num_drafted": len(rates), "num_draft_tokens": len(rates)}
     return made_result(**{"trained": record, **lengths, **figures, **changes})
@@ -54,9 +56,13 @@ def named(result, **target):
 @pytest.mark.parametrize(
     ("planted", "cause", "figures"),
     [
-        ({"asked_as_trained": 0.1}, "Template", ["10%", "'<|assistant|>'", "2.02 tokens", "3.20"]),
-        ({"template_hash": "bb"}, "Template", ["(bb)", "(aa)"]),
-        ({"thinking": False}, "Template", ["thinking is off here, and was on for the training answers"]),
+        ({"like_training": LikeTraining(None, 0.1)}, "Template", ["10%", "'<|assistant|>'", "2.02 tokens", "3.20"]),
+        ({"rendering": OTHER}, "Template", ["(bb)", "(aa)"]),
+        (
+            {"rendering": RenderedChats(None, {"enable_thinking": False}, "aa")},
+            "Template",
+            ["thinking is off here, and was on for the training answers"],
+        ),
         ({"temperature": 1.0}, "Sampling", ["temperature 1", "3.20"]),
         ({}, "Domain", ["2.02 tokens per forward here, 3.20"]),
         (
@@ -91,9 +97,9 @@ def test_long_contexts_do_not_pass_for_another_domain():
 def test_without_a_validation_only_what_is_certain_is_named():
     unknown = {"validation": None}
     assert named(entry(trained=unknown)) == ["Low acceptance, cause not in these figures"]
-    assert named(entry(trained=unknown, template_hash="bb")) == ["Template"]
-    assert named(entry(GOOD, trained=unknown, template_hash="bb")) == []
-    assert wrong_template(Case(replace(entry(template_hash="bb"), trained=None))) is None
+    assert named(entry(trained=unknown, rendering=OTHER)) == ["Template"]
+    assert named(entry(GOOD, trained=unknown, rendering=OTHER)) == []
+    assert wrong_template(Case(replace(entry(rendering=OTHER), trained=None))) is None
 
 
 @pytest.mark.parametrize("other", [{"suite": "code"}, {"batch_size": 4}])
@@ -120,5 +126,5 @@ def test_parts_of_a_result_add_up():
 
 def test_rows_that_stop_are_not_held_against_whole_drafts():
     """Few tokens per forward are what they stop for."""
-    assert named(entry(asked_as_trained=0.1)) == ["Template"]
-    assert named(entry(asked_as_trained=0.1, verify_cost=0.1, drafts_verified=1.2)) == []
+    assert named(entry(like_training=LikeTraining(None, 0.1))) == ["Template"]
+    assert named(entry(like_training=LikeTraining(None, 0.1), verify_cost=0.1)) == []

@@ -1,23 +1,19 @@
 """The report page: what it advises follows the figures, and it is a page that anybody can open and keep."""
 
-import io
 from html.parser import HTMLParser
 
 import pytest
-from headstart.eval.measurement.environment import Environment, TargetInfo
-from headstart.eval.measurement.metrics import AcceptancePart
+from headstart.eval.figures.environment import Environment, TargetInfo
+from headstart.eval.figures.metrics import AcceptancePart
 from headstart.eval.measurement.result import Result
-from headstart.eval.report.acceptance_causes import ACCEPTANCE_RULES
-from headstart.eval.report.charts import Bar, Series, bar_chart, line_chart, round_steps, tree_chart
-from headstart.eval.report.console import disturbance_lines, loop_lines, show
-from headstart.eval.report.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
-from headstart.eval.report.document import Report
-from headstart.eval.report.findings import Case, is_lower
-from headstart.eval.report.one_result import name_of
+from headstart.eval.report.causes.acceptance_causes import ACCEPTANCE_RULES
+from headstart.eval.report.causes.diagnosis import TIME_RULES, costs_more_than_it_saves, diagnose
+from headstart.eval.report.causes.findings import Case, is_lower
+from headstart.eval.report.charts import Series, line_chart, round_steps
 from headstart.eval.report.page import render, write_page
-from headstart.eval.report.recommendation import label, lossless_evidence, recommend
+from headstart.eval.report.recommendation import lossless_evidence, recommend
+from headstart.eval.report.results.document import Report
 from results import made_result
-from rich.console import Console
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 NBSP = "\xa0"
@@ -33,51 +29,34 @@ def part(length, rounds=1000):
 
 
 def repetition(looping=0, whole=20):
-    texts = [{"prompt": i, "repeated": 0.9 if i < looping else 0.1, "longest_loop": 40} for i in range(whole)]
-    return {"mean_repeated": 0.1, "num_looping": looping, "longest_loop": 40, "texts": texts}
+    texts = [{"prompt": i, "repeated": 0.9 if i < looping else 0.1} for i in range(whole)]
+    return {"texts": texts}
 
 
 def result(**changes) -> Result:
     """A result of a head that pays: K 3, 2.2 tokens per forward, 1.5 times as fast. changes: keys as in report.json."""
-    entry = made_result(num_repeats=3, max_new_tokens=128).to_json() | {
+    entry = made_result(max_new_tokens=128).to_json() | {
         "num_tokens": 2200,
         "num_rounds": 1000,
-        "num_committed": 2720,
         "acceptance_length": 2.72,
         "acceptance_rate": [0.8, 0.7, 0.65],
         "tokens_per_second": 150.0,
         "baseline_tokens_per_second": 100.0,
         "speedup": 1.5,
         "speedup_ci95": [1.4, 1.6],
-        "speedup_p10": 1.3,
-        "speedup_median": 1.5,
-        "speedup_p90": 1.7,
         "repetition": repetition(),
-        "end_to_end_speedup": 1.4,
-        "ttft_ms": 12.0,
-        "baseline_ttft_ms": 10.0,
-        "conventions": {
-            "vllm_mean_acceptance_length": 2.72,
-            "vllm_per_position": [0.8, 0.56, 0.36],
-            "sglang_accept_length": 2.7,
-            "eagle_n_alpha": [0.8, 0.7, 0.65],
-        },
-        "timing": {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5, "baseline_ms": 10.0, "formula_speedup": 2.0},
+        "timing": {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5, "baseline_ms": 10.0, "formula_speedup": 2.0}
+        | {"ttft_ms": 12.0, "baseline_ttft_ms": 10.0, "end_to_end_speedup": 1.4},
         "baseline_bandwidth": {"gigabytes_per_second": 7.0, "share_of_copy": 0.7},
         "step_medians": medians(),
         "disturbance": {"num_passes": 6, "num_disturbed": 0, "num_again": 0, "reasons": [], "others_share": 0.02},
         "by_segment": {"answer": counted(2.72)},
         "by_context": {"0-127": counted(2.72)},
         "teacher_forced_acceptance_length": 2.7,
-        "time_per_output_token_ms": 6.67,
-        "baseline_time_per_output_token_ms": 10.0,
         "lossless": {"checked": 20, "identical": 20, "proved": 0, "unexplained": 0, "divergences": []},
     }
-    assert set(changes) <= {*entry, *THEIRS}
+    assert set(changes) <= {*entry}
     return Result.from_json(entry | changes)
-
-
-THEIRS = {"ours_tokens_per_second": 170.0, "ours_over_theirs": 1.13, "ours_over_theirs_ci95": [1.1, 1.2]}
 
 
 def report(*results, target="org/model"):
@@ -89,10 +68,8 @@ def slow(**changes):
     return result(**{"speedup": 0.8, "speedup_ci95": [0.7, 0.9], **changes})
 
 
-def medians(verify=11.0, speedup=(1.5, 1.4, 1.6)):
-    ratio, *interval = speedup
-    times = {"round_ms": 13.0, "verify_ms": verify, "baseline_ms": 10.0, "baseline_verify_ms": 9.5}
-    return {**times, "speedup": ratio, "speedup_ci95": interval}
+def medians(verify=11.0):
+    return {"round_ms": 13.0, "verify_ms": verify, "baseline_ms": 10.0, "baseline_verify_ms": 9.5}
 
 
 def unexplained(**changes):
@@ -130,23 +107,19 @@ class Reader(HTMLParser):
 
 def everything():
     """A report with every kind of result and finding."""
-    static = {"parents": [-1, -1, 0, 0, 2]}
-    dynamic = {"num_nodes": 24, "depth": 5, "top_k": 4}
     nothing = {"speedup": None, "speedup_ci95": [None, None], "acceptance_length": None, "tokens_per_second": None}
     nothing |= {"timing": dict.fromkeys(("draft_ms", "verify_ms", "overhead_ms", "baseline_ms", "formula_speedup"))}
-    nothing |= {"speedup_p10": None, "acceptance_rate": [None] * 3, "teacher_forced_acceptance_length": None}
-    theirs = {"engine": "transformers", "acceptance_rate": [], "by_segment": {}, "by_context": {}, "ttft_ms": None}
+    nothing |= {"acceptance_rate": [None] * 3, "teacher_forced_acceptance_length": None}
     parts = {"think": counted(2.9), "answer": counted(2.2)}
     contexts = {"512-2047": counted(1.3), "0-127": counted(2.9)}
     return report(
         result(),
         result(batch_size=4, speedup=0.9, speedup_ci95=(0.8, 1.1)),
-        slow(tree="static", tree_shape=static, num_drafted=5, acceptance_length=2.9),
-        slow(tree="dynamic", tree_shape=dynamic, num_drafted=24, acceptance_length=3.0),
+        slow(tree="dynamic", num_drafted=5, acceptance_length=2.9),
+        slow(tree="dynamic", num_drafted=24, acceptance_length=3.0),
         slow(suite="code", acceptance_length=1.4, by_segment=parts, by_context=contexts),
         result(drafter="medusa", draft_vocabulary={"size": 32000, "coverage": 0.9}, **nothing),
         unexplained(drafter="ngram"),
-        result(**theirs, **THEIRS),
     )
 
 
@@ -157,12 +130,12 @@ def test_the_page_is_whole_and_says_what_was_measured():
     page = Reader(render(everything()))
     assert ("html", "lang", "en") in page.attributes and page.tags.count("h1") == 1
     assert page.tags.count("caption") == page.tags.count("table") >= 6
-    assert page.tags.count("figcaption") == page.tags.count("figure") >= 7
+    assert page.tags.count("figcaption") == page.tags.count("figure") >= 4
     images = [(key, value) for tag, key, value in page.attributes if tag == "svg"]
     assert images.count(("role", "img")) == page.tags.count("svg")
     anchors = {value for _, key, value in page.attributes if key == "id"}
     assert {value[1:] for tag, key, value in page.attributes if (tag, key) == ("a", "href")} <= anchors
-    for words in ("1.50 [1.40, 1.60]", "0.90 [0.80, 1.10]", "1.13 [1.10, 1.20]", "org/model", "2.13", "17"):
+    for words in ("1.50 [1.40, 1.60]", "0.90 [0.80, 1.10]", "org/model", "2.13", "17"):
         assert words in page.text
 
 
@@ -178,9 +151,7 @@ def test_nothing_is_fetched_and_nothing_runs():
 def test_names_from_users_are_text_and_nothing_else():
     bad = '<script>alert("x")</script>&amp;\'"'
     entry = result(drafter=bad, suite=bad, by_segment={bad: counted(2.9), "b": counted(1.2)})
-    page = render(
-        report(entry, slow(suite="other", drafter=bad, tree_shape={"parents": [-1]}, tree="static"), target=bad)
-    )
+    page = render(report(entry, slow(suite="other", drafter=bad, tree="dynamic"), target=bad))
     read = Reader(page)
     assert "script" not in read.tags and "<script" not in page
     assert bad in read.text, "as it was written"
@@ -217,14 +188,11 @@ def test_the_best_proved_setting_is_advised():
     """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
     tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=(1.2, 2.4))
     advised = recommend([tree, result()])
-    assert (
-        advised.is_deployable
-        and advised.headline.replace(NBSP, " ") == "Deploy eagle3 · chain · K 3 · batch 1 (20 prompts)"
-    )
-    assert advised.figure == "1.50 [1.40, 1.60]" and "1.50 times as fast" in advised.reasons[0]
+    assert advised.is_deployable and advised.headline.replace(NBSP, " ") == "Deploy EAGLE-3, 3 drafts (20 prompts)"
+    assert advised.figure == "1.50 [1.40, 1.60]" and "1.50 [1.40, 1.60] times as fast" in advised.reasons[0]
     assert any("best of 2 results" in one for one in advised.cautions)
     text = Reader(render(report(tree, result()))).text
-    assert text.index("Deploy eagle3") < text.index("1.50 [1.40, 1.60]") < text.index("40 of 40 texts equal")
+    assert text.index("Deploy EAGLE-3") < text.index("1.50 [1.40, 1.60]") < text.index("40 of 40 texts equal")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +202,6 @@ def test_the_best_proved_setting_is_advised():
         (result(speedup_ci95=(0.98, 1.9)), "its interval reaches down to 0.98"),
         (result(speedup_ci95=(1.0, 1.9)), "its interval reaches down to 1.00"),
         (unexplained(), "1 of 20 texts differ"),
-        (result(accept="typical"), "the text is not the target's"),
         (result(num_prompts=4, batch_size=4, speedup_ci95=(1.5, 1.5)), "an interval over fewer than 4 does not hold"),
         (result(speedup=None, speedup_ci95=(None, None)), "No answer had a token to speed up"),
     ],
@@ -244,39 +211,15 @@ def test_without_proof_nothing_is_advised(entry, why):
     assert not advised.is_deployable and advised.headline.startswith("Do not deploy") and why in advised.reasons[0]
 
 
-def test_another_engine_is_never_the_advice():
-    theirs = result(engine="transformers", speedup=9.0, speedup_ci95=(8.0, 10.0), **THEIRS)
-    assert not recommend([theirs, slow()]).is_deployable
-    assert label(theirs).startswith("transformers · eagle3")
-
-
-def test_decoding_without_drafts_has_no_k():
-    """llama-server is timed without drafts, also beside our engine with a drafter, whose K is not of that row."""
-    theirs = [
-        result(engine="llama.cpp", drafter="no drafts", num_draft_tokens=0, **THEIRS),
-        result(engine="llama.cpp", drafter="ours with eagle3", **THEIRS),
-        result(engine="transformers", drafter="none (generate)", num_draft_tokens=0, **THEIRS),
-    ]
-    assert [name_of(one) for one in theirs] == [
-        "llama.cpp · no drafts",
-        "llama.cpp · ours with eagle3",
-        "transformers · none (generate)",
-    ]
-    drafting = result(engine="transformers", drafter="ngram", **THEIRS)
-    assert name_of(drafting) == f"transformers · ngram · chain · K{NBSP}3"
-    screen = io.StringIO()
-    show(report(result(), *theirs, drafting), Console(file=screen, width=160))
-    cells = [word for word in screen.getvalue().split() if word.startswith("0/1/")]
-    assert cells == ["0/1/3", "0/1/", "0/1/", "0/1/", "0/1/3"]
-
-
 def test_the_recommendation_names_where_it_does_not_hold():
     advised = recommend([result(), slow(suite="code"), slow(batch_size=8), slow(drafter="ngram")])
     cautions = [one.split(":")[0] for one in advised.cautions if "Not on" in one]
-    assert cautions == ["Not on code at batch 1", "Not on chat at batch 8"]
+    assert [one.replace(NBSP, " ") for one in cautions] == ["Not on code, one at a time", "Not on chat, 8 at a time"]
     assert advised.headline.endswith(", for traffic like chat (20 prompts)")
+    by_cost = recommend([result(verify_cost=0.1), slow(suite="code", verify_cost=0.2)])
+    assert any("Not on code" in one for one in by_cost.cautions), "a draft's cost is measured for each suite"
     everywhere = recommend([result(), result(suite="code"), slow(batch_size=8)])
-    assert everywhere.headline.endswith("batch\xa01 (20 prompts)")
+    assert everywhere.headline.endswith("3\xa0drafts (20 prompts)")
 
 
 def test_the_recommendation_warns_of_few_prompts_and_of_a_slow_baseline():
@@ -295,20 +238,11 @@ def disturbed(num, **changes):
 def test_a_disturbed_result_is_marked_and_doubted():
     [caution] = recommend([disturbed(1)]).cautions
     assert caution == (
-        "Measure again on a quiet machine: 1 of 6 passes disturbed (other processes; other processes used 40% of the "
-        "processor)."
+        "Measure again on a quiet machine: 1 of 6 passes disturbed (other processes used 40% of the processor)."
     )
     assert recommend([disturbed(1)]).figure == "1.50 [1.40, 1.60] !"
-    [line] = disturbance_lines([result(), disturbed(1)])
-    assert line.startswith("! eagle3 chain on chat, batch 1: 1 of 6 passes disturbed")
     assert "disturbed" not in recommend([disturbed(2)]).headline
     assert recommend([disturbed(3)]).headline.endswith("; but most of its measurement was disturbed")
-
-
-def test_medians_that_do_not_meet_the_measured_speedup_are_a_caution():
-    [caution] = recommend([result(step_medians=medians(speedup=(2.0, 1.9, 2.1)))]).cautions
-    assert "2.00 [1.90, 2.10], which does not meet 1.50 [1.40, 1.60]" in caution
-    assert recommend([result(step_medians=medians(speedup=(1.7, 1.6, 1.8)))]).cautions == []
 
 
 def test_figures_that_cannot_be_true_are_never_deployed():
@@ -316,9 +250,7 @@ def test_figures_that_cannot_be_true_are_never_deployed():
     alone = recommend([result(step_medians=medians(verify=8.0))])
     assert not alone.is_deployable and alone.headline.startswith("Do not deploy")
     assert "cannot be true: verifying takes 8.00 ms and a baseline step 9.50 ms" in alone.reasons[0]
-    slower = result(
-        drafter="ngram", speedup=1.2, speedup_ci95=(1.1, 1.3), step_medians=medians(speedup=(1.2, 1.1, 1.3))
-    )
+    slower = result(drafter="ngram", speedup=1.2, speedup_ci95=(1.1, 1.3))
     beside = recommend([result(step_medians=medians(verify=8.0)), slower])
     assert beside.is_deployable and beside.best is slower
 
@@ -326,8 +258,8 @@ def test_figures_that_cannot_be_true_are_never_deployed():
 def looping(speedup, **changes):
     """Eight of twenty texts loop. Args: speedup: of the others, with its interval."""
     ratio, *interval = speedup
-    left = {"num_prompts": 12, "num_timed": 12, "acceptance_length": 1.2, "speedup": ratio, "speedup_ci95": interval}
-    return result(repetition=repetition(8), without_loops=left | changes)
+    left = {"num_timed": 12, "acceptance_length": 1.2, "speedup": ratio, "speedup_ci95": interval}
+    return result(repetition=repetition(8) | {"without_loops": left | changes})
 
 
 def test_a_gain_that_rests_on_loops_is_not_deployed_and_says_so_first():
@@ -338,14 +270,12 @@ def test_a_gain_that_rests_on_loops_is_not_deployed_and_says_so_first():
         assert "8 of 20 texts repeat more than half of their 4-grams; " in advised.reasons[0]
     assert "without these 0.97 [0.90, 1.05]" in recommend([looping((0.97, 0.9, 1.05))]).reasons[0]
     text = Reader(render(report(looping((0.97, 0.9, 1.05)), result(suite="code")))).text
-    assert text.count("8 of 20 texts repeat more than half of their 4-grams") == 1 and "Deploy eagle3" in text
-    [line] = loop_lines([result(), looping((0.97, 0.9, 1.05))])
-    assert line.startswith("eagle3 chain on chat, batch 1: 8 of 20 texts repeat")
+    assert text.count("8 of 20 texts repeat more than half of their 4-grams") == 1 and "Deploy EAGLE-3" in text
 
 
 def test_a_gain_that_stays_without_its_loops_is_deployed_with_both_figures():
     advised = recommend([looping((1.3, 1.2, 1.4))])
-    assert advised.headline.startswith("Deploy eagle3") and advised.is_deployable
+    assert advised.headline.startswith("Deploy EAGLE-3") and advised.is_deployable
     assert any("without these 1.30 [1.20, 1.40], 1.20 tokens per forward" in one for one in advised.cautions)
 
 
@@ -358,7 +288,7 @@ def test_below_the_number_at_which_intervals_hold_there_is_no_verdict(prompts, t
     assert advised.headline == f"Do not deploy on this alone: {words} timed" and not advised.is_deployable
     slower = slow(num_prompts=prompts, num_timed=timed, batch_size=size)
     assert recommend([slower]).headline == advised.headline
-    assert recommend([few, result(drafter="ngram")]).headline.startswith("Deploy ngram")
+    assert recommend([few, result(drafter="ngram")]).headline.startswith("Deploy n-gram look-ups")
 
 
 def test_prompts_that_were_repeated_are_a_caution():
@@ -366,30 +296,37 @@ def test_prompts_that_were_repeated_are_a_caution():
     assert caution == "Prompts of chat were repeated until the last batch was full."
 
 
+def test_the_headline_says_that_prompts_were_learnt():
+    words = "; but 25% of the prompts are prompts that the head was trained on"
+    assert recommend([result(like_training={"learnt": 0.25, "asked": None})]).headline.endswith(words)
+    assert recommend([slow(like_training={"learnt": 0.25, "asked": None})]).headline.endswith(words)
+    assert "trained on" not in recommend([result(like_training={"learnt": 0.0, "asked": None})]).headline
+
+
 def test_losslessness_is_reported_as_it_was_checked():
     assert lossless_evidence([result(), unexplained()]).startswith("39 of 40 texts equal")
     assert "1 differ UNEXPLAINED" in lossless_evidence([unexplained()])
     sampled = {"checked": 0, "identical": 0, "proved": 0, "unexplained": 0, "divergences": []}
-    check = {"num_tokens": 900, "p_value": 0.31, "baseline_p_value": 0.8}
+    check = {"num_tokens": 900, "p_value": 0.31}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
-    assert lossless_evidence([drawn]).endswith(
-        "tested token by token: p is 0.31 in the worst of 1 result, over at least 900 tokens."
-    )
+    said = "over at least 900 tokens. A rule that gets 10.2% of the tokens wrong would have been seen with 95%;"
+    assert f"p is 0.31 in the worst of 1 result, {said}" in lossless_evidence([drawn])
     assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
-    assert lossless_evidence([drawn]).startswith("The sampled texts do not visibly deviate from the target's own")
+    assert lossless_evidence([drawn]).startswith(
+        "Texts behind drafts drawn at random do not visibly deviate from the target's own"
+    )
     wrong = result(temperature=1.0, lossless=sampled, sampling_check={**check, "p_value": 1e-9})
     assert "DEVIATE" in lossless_evidence([wrong])
     assert "not distributed as the target's own" in recommend([wrong]).reasons[0]
     few = result(temperature=1.0, lossless=sampled, sampling_check={**check, "num_tokens": 9, "p_value": None})
     assert "Too few tokens" in lossless_evidence([few])
-    assert "lossy" in lossless_evidence([result(accept="typical")])
 
 
 def test_each_kind_of_traffic_gets_what_pays_there():
     tree = result(tree="dynamic", num_drafted=24, suite="code", speedup_ci95=(1.6, 1.7))
     text = Reader(render(report(result(), tree, slow(suite="code"), slow(batch_size=8)))).text
     table = text[text.index("What pays where") :]
-    rows = ["chat eagle3 · chain · K 3 1", "code eagle3 · dynamic tree of 24 · K 3 1", "chat no drafts 8 -"]
+    rows = ["chat EAGLE-3, 3 drafts 1", "code EAGLE-3, dynamic tree of 24, 3 deep 1", "chat no drafts 8 -"]
     assert sorted(table.index(row) for row in rows) == [table.index(row) for row in rows]
 
 
@@ -403,29 +340,24 @@ def test_a_result_that_pays_has_no_finding():
 
 COSTLY = {"draft_ms": 9.0, "verify_ms": 11.0, "overhead_ms": 0.5, "baseline_ms": 10.0}
 CHAIN = result(speedup=1.5, speedup_ci95=(1.4, 1.6))
-THINKING = {"think": counted(2.9), "answer": counted(2.2)}
-FALLING = {"512-2047": counted(1.4), "0-127": counted(2.7)}
-LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25], "num_committed": 1600}
+LOW = {"acceptance_length": 1.6, "acceptance_rate": [0.4, 0.4, 0.25]}
 
 
 @pytest.mark.parametrize(
     ("rule", "planted", "peers", "figures"),
     [
         ("sampling", {"temperature": 1.0, **LOW}, [], ["temperature 1", "1.60"]),
-        ("sampling", {"temperature": 1.0, **LOW}, [result(tree="sampled", temperature=1.0)], ["--tree sampled 2.72"]),
+        (
+            "sampling",
+            {"temperature": 1.0, **LOW},
+            [result(tree="sampled-chain", temperature=1.0)],
+            ["--tree sampled-chain 2.72"],
+        ),
         # 9 ms of drafting and 1 of verifying in three positions: 3.33 each, where position 3 adds 0.04 tokens
         ("too_many_drafts", {"timing": COSTLY, **LOW}, [], ["0.040 tokens", "3.33 ms", "--num-draft-tokens 1"]),
-        (
-            "tree_too_wide",
-            {"tree": "dynamic", "acceptance_length": 3.0, "speedup": 1.2, "speedup_ci95": [1.1, 1.3]},
-            [CHAIN],
-            ["3.00", "2.72", "1.20 [1.10, 1.30]", "1.50 [1.40, 1.60]"],
-        ),
         ("other_domain", {"suite": "code", **LOW}, [CHAIN], ["1.60", "2.72 tokens per forward on chat"]),
-        ("segments_differ", {"by_segment": THINKING}, [], ["`answer` 2.20", "`think` 2.90"]),
         ("training_disagrees", {"teacher_forced_acceptance_length": 3.4}, [], ["3.40", "2.72", "2.64 to 2.78"]),
         ("cut_vocabulary", {"draft_vocabulary": {"size": 32000, "coverage": 0.95}}, [], ["32,000", "5.0%", "20.0%"]),
-        ("long_context", {"by_context": FALLING}, [], ["512-2047", "1.40", "2.70"]),
         ("costs_more_than_it_saves", {"timing": {**COSTLY, "draft_ms": 18.0}}, [], ["17.20 ms", "18.00 ms"]),
     ],
 )
@@ -445,14 +377,11 @@ def test_a_planted_cause_is_found_with_its_figures(rule, planted, peers, figures
         ("sampling", {"temperature": 1.0, "tree": "sampled-chain", **LOW}),
         ("too_many_drafts", {"timing": {**COSTLY, "draft_ms": 0.1, "verify_ms": 10.0}, **LOW}),  # drafts cost nothing
         ("too_many_drafts", {"timing": COSTLY, "tree": "dynamic", **LOW}),  # a tree's positions cost otherwise
-        ("tree_too_wide", {"tree": "dynamic", "acceptance_length": 3.0, "speedup_ci95": [1.3, 1.7]}),  # not proved
         ("other_domain", {"suite": "code", "num_rounds": 5, **LOW}),  # too few rounds to tell
         ("other_domain", {"suite": "code", "batch_size": 4, **LOW}),  # nothing to compare with
-        ("segments_differ", {"by_segment": {"think": counted(2.9), "answer": counted(2.8)}}),
         ("training_disagrees", {"teacher_forced_acceptance_length": 2.65}),  # cut last rounds
         ("training_disagrees", {"teacher_forced_acceptance_length": None}),
         ("cut_vocabulary", {"draft_vocabulary": {"size": 32000, "coverage": 0.999}}),
-        ("long_context", {"by_context": {"0-127": counted(2.7), "512-2047": counted(1.4, rounds=2)}}),
         ("costs_more_than_it_saves", {"timing": {**COSTLY, "draft_ms": 2.0}}),
     ],
 )
@@ -469,14 +398,6 @@ def test_the_largest_cost_is_blamed(changes, blamed):
     assert finding is not None and finding.cause.startswith(blamed)
 
 
-def test_low_acceptance_without_a_visible_cause_says_so():
-    cheap = {**COSTLY, "draft_ms": 0.1, "verify_ms": 10.0}
-    [finding] = diagnose(Case(result(**LOW, timing=cheap, teacher_forced_acceptance_length=1.6)))
-    assert "cause not in these figures" in finding.cause and "60% of drafts are rejected" in finding.figures
-    causes = {sampled.cause for sampled in diagnose(Case(result(**LOW, temperature=1.0)))}
-    assert "Sampling: temperature above 0" in causes and finding.cause not in causes
-
-
 def test_chance_is_no_difference():
     """3.0 against 2.6 tokens: over 1,000 rounds a difference, over 10 none."""
     assert is_lower(part(2.6), part(3.0))
@@ -485,20 +406,26 @@ def test_chance_is_no_difference():
 
 
 def test_findings_of_batch_sizes_that_share_their_figures_are_one():
-    near = [result(**LOW, batch_size=size, teacher_forced_acceptance_length=1.6) for size in (1, 8)]
+    near = [slow(**LOW, batch_size=size, teacher_forced_acceptance_length=1.6) for size in (1, 8)]
     text = Reader(render(report(*near))).text
-    assert text.count("rejected at the first position") == 1 and "eagle3 · chain · K 3, batch 1 and 8:" in text
+    assert text.count("rejected at the first position") == 1 and "EAGLE-3, 3 drafts, 1 and 8 at a time:" in text
+
+
+def test_what_is_recommended_is_not_called_low():
+    pays = [result(**LOW, batch_size=size, teacher_forced_acceptance_length=1.6) for size in (1, 8)]
+    text = Reader(render(report(*pays))).text
+    assert text.count("rejected at the first position") == 1 and "EAGLE-3, 3 drafts, 8 at a time:" in text
+
+
+def test_a_chart_has_the_same_contexts_for_every_drafter():
+    """A head's are split at the length of its training rows too, for what is found of longer ones."""
+    split = {"0-127": counted(2.0), "128-256": counted(2.4), "257-511": counted(2.8, rounds=3000)}
+    plain = {"0-127": counted(2.0), "128-511": counted(2.5)}
+    text = Reader(render(report(result(by_context=split), result(drafter="ngram", by_context=plain)))).text
+    assert text.count("chat: 128-511") == 2 and "128-256" not in text and "2.70 (4000 rounds)" in text
 
 
 # The charts
-
-
-def test_values_stand_in_charts_as_text_and_lengths_follow_them():
-    chart = bar_chart("t", [Bar("a", [1.0], "1.00"), Bar("b", [2.0], "2.00", (1.5, 2.5))], most=2.5, mark=1.0)
-    read = Reader(chart)
-    assert "1.00" in read.text and "2.00" in read.text
-    widths = [float(value) for tag, key, value in read.attributes if (tag, key) == ("rect", "width")]
-    assert widths[1] == pytest.approx(2 * widths[0], abs=0.1)
 
 
 def test_lines_leave_out_what_was_not_measured():
@@ -507,9 +434,3 @@ def test_lines_leave_out_what_was_not_measured():
     points = [value.split() for tag, key, value in chart.attributes if (tag, key) == ("polyline", "points")]
     assert [len(one) for one in points] == [2, 2, 0, 2], "values and key of a, then of b"
     assert round_steps(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and round_steps(2.7) == [0, 1, 2]
-
-
-def test_a_tree_is_drawn_with_every_node_at_its_depth():
-    chart = Reader(tree_chart("t", [-1, -1, 0, 0, 2]))
-    xs = [float(value) for tag, key, value in chart.attributes if (tag, key) == ("circle", "cx")]
-    assert len(xs) == 6 and sorted(xs.count(x) for x in set(xs)) == [1, 1, 2, 2]

@@ -1,7 +1,7 @@
 """Suites by name: rows as their authors publish them, from a folder, a file or the hub, become the same prompts."""
 
 import pytest
-from headstart.configs.errors import BadInput
+from headstart.base.errors import BadInput
 from headstart.eval.suites.named import MT_BENCH, SUITES, load_named, parse_suite
 
 MT = {"question_id": 81, "category": "writing", "turns": ["w5 w6", "w7"]}
@@ -21,7 +21,7 @@ ROWS = {  # a row of each suite in its official format, and what it asks
 
 
 def load(spec, target, folder, **how):
-    return load_named(parse_suite(spec), target, folder=folder, **{"max_new_tokens": 8, **how})
+    return [load_named(parse_suite(spec), target, folder=folder, **{"max_new_tokens": 8, **how})]
 
 
 def asked(words, target):
@@ -35,7 +35,7 @@ def test_a_row_of_each_suite_is_read_from_the_folder(name, end, chat_target, wri
     file = SUITES[name].files[0]
     written(f"suites/{file}{end}", row)
     [suite] = load(name, chat_target, tmp_path / "suites")
-    assert (suite.name, suite.version, suite.prompts) == (name, SUITES[name].version, [asked(words, chat_target)])
+    assert (suite.name, suite.prompts) == (name, [asked(words, chat_target)])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -75,37 +75,6 @@ def test_gsm8k_takes_the_test_rows_not_the_training_rows(chat_target, written, t
     written("suites/gsm8k_test_dev.jsonl", {"question": "w41", "answer": ""})
     [suite] = load("gsm8k", chat_target, tmp_path / "suites")
     assert suite.prompts == [asked("w41", chat_target)]
-
-
-# SPEED-Bench
-
-
-SPEED = {"question_id": "0" * 32, "category": "coding"}
-FIRST, SECOND = ({"role": "user", "content": words} for words in ("w5 w6", "w7"))
-
-
-def test_speed_bench_is_a_folder_of_subsets(chat_target, written, tmp_path):
-    for subset in ("qualitative", "throughput_1k"):
-        written(f"suites/speed_bench/{subset}.jsonl", {**SPEED, "messages": [FIRST, SECOND]})
-    suites = load("speed-bench", chat_target, tmp_path / "suites")
-    assert [suite.name for suite in suites] == ["speed-bench-qualitative", "speed-bench-throughput_1k"]
-    assert suites[0].prompts == [asked("w5 w6", chat_target)] and suites[0].sources[0].domain == "coding"
-    for spec in ("speed-bench:throughput_1k", f"speed-bench:throughput_1k={tmp_path / 'suites' / 'speed_bench'}"):
-        [one] = load(spec, chat_target, tmp_path / "suites")
-        assert one.name == "speed-bench-throughput_1k"
-
-
-def test_speed_bench_is_never_downloaded(chat_target, tmp_path, hub_is):
-    hub_is(lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(BadInput, match=r"no \S+speed_bench/SUBSET.jsonl or .*licence forbids .*speed-bench=FOLDER$"):
-        load("speed-bench", chat_target, tmp_path)
-
-
-def test_speed_bench_rows_that_were_not_prepared_are_refused(chat_target, written, tmp_path):
-    hole = {"role": "user", "content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"}
-    path = written("q.jsonl", {**SPEED, "messages": [hole]})
-    with pytest.raises(BadInput, match=r"q\.jsonl:1: holds a placeholder"):
-        load(f"speed-bench={path}", chat_target, tmp_path)
 
 
 # The hub
@@ -153,9 +122,8 @@ def test_offline_one_line_names_the_file_to_put_in_place(chat_target, tmp_path, 
     ("spec", "problem"),
     [
         ("spec_bench", "--suite spec_bench: expected one of spec-bench, .*; did you mean spec-bench?"),
-        ("gsm8k:main", "only speed-bench has subsets"),
-        ("gsm8k=gone.jsonl", "--suite gsm8k=gone.jsonl: no such file or folder"),
-        ("speed-bench:", "expected speed-bench:SUBSET"),
+        ("gsm8k:main", "expected one of spec-bench, .*, or NAME=PATH"),
+        ("gsm8k=gone.jsonl", "--suite gsm8k=gone.jsonl: no such file"),
     ],
 )
 def test_suites_that_there_are_not_are_refused(spec, problem):
@@ -163,7 +131,7 @@ def test_suites_that_there_are_not_are_refused(spec, problem):
         parse_suite(spec)
 
 
-@pytest.mark.parametrize("name", [*ROWS, "speed-bench"])
+@pytest.mark.parametrize("name", ROWS)
 def test_rows_of_another_shape_are_refused(name, chat_target, written, tmp_path):
     with pytest.raises(BadInput, match=rf"x\.jsonl:1: a row of {name} needs `\w+`, found text"):
         load(f"{name}={written('x.jsonl', {'text': 'w5'})}", chat_target, tmp_path)

@@ -1,8 +1,8 @@
 """Rows become prompts as the chat template has it; prompts that cannot be asked are named, and the others stand."""
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.config import DataConfig
+from headstart.base.errors import BadInput
+from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.storage.features import origin_of
 from headstart.eval.suites.prompts import (
     ChatOptions,
@@ -80,13 +80,6 @@ def test_a_bad_row_is_named_by_file_and_line(row, problem, chat_target, written)
     assert str(caught.value).startswith(f"{path}:2: {problem}") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("messages", ["hello", [], ["hello"], [{"role": "assistant", "content": "a"}], [{"text": "a"}]])
-def test_messages_that_are_none_are_refused(messages, chat_target, written):
-    path = written("a.jsonl", {"messages": messages})
-    with pytest.raises(BadInput, match=rf"^{path}:1: [^\n]+$"):
-        load(path, chat_target)
-
-
 def test_a_base_model_reads_turns_as_plain_text(chat_target, written):
     chat_target.tokenizer.chat_template = None
     suite = load(written("a.jsonl", TURNS), chat_target)
@@ -98,7 +91,7 @@ def test_a_system_prompt_that_nothing_reads_is_refused(row, chat_target, written
     if "turns" in row:
         chat_target.tokenizer.chat_template = None
     for chat in (ChatOptions(system="w31"), ChatOptions(thinking=True)):
-        with pytest.raises(BadInput, match=r"a\.jsonl:1: a system prompt or thinking needs a chat template"):
+        with pytest.raises(BadInput, match=r"a\.jsonl:1: a system prompt, thinking or recorded turns need a chat"):
             load(written("a.jsonl", row), chat_target, chat=chat)
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.engines.export import export_head
+from headstart.engines.heads import build_head, load_head, save_head
 from headstart.eval.decoding import generate
 from headstart.heads.base import DraftBatch, chain_starts
 from headstart.heads.block_network import BlockConfig
-from headstart.heads.export.write import export_head
 from headstart.heads.loss.calibration import ConfidenceLine, count_accepted, fit_confidence
-from headstart.heads.registry import build_head, load_head, save_head
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 from safetensors.torch import load_file
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22]]

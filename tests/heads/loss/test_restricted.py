@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from headstart.engines.heads import build_head
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.loss.chunked import summed_loss
 from headstart.heads.loss.functions import ALL_LOSSES, DraftVocabulary, LossSpec, Rows, TargetRows
 from headstart.heads.loss.restricted import RestrictedLogits
-from headstart.heads.registry import build_head
-from headstart.heads.target import Target
+from headstart.targets.target import Target
 
 CUT = torch.tensor([0, 3, 4, 9, 17, 31, 32, 50])
 
@@ -31,7 +31,7 @@ def test_restricted_logits_are_the_targets(family, tiny_target):
 def test_in_drafting_a_row_of_logits_depends_on_no_other_row(tiny_model):
     """To the bit in bf16, where the kernels are used, as for the layers of heads."""
     model = tiny_model("llama", hidden_size=64, head_dim=16).to(torch.bfloat16)
-    target = Target(model, name="narrow", fingerprint="")
+    target = Target.of(model, name="narrow", fingerprint="")
     logits, x = RestrictedLogits(target, DraftVocabulary.of(CUT, target.vocab_size)), states(target, 1).bfloat16()
     found = logits(x)
     torch.testing.assert_close(found.float(), target.logits(x)[:, CUT], rtol=0.02, atol=0.02)

@@ -1,14 +1,18 @@
-"""Heads that start in closed form begin nearer to the target than fresh ones, or say that there are too few rows."""
+"""Heads that start in closed form begin nearer to the target than fresh ones, or say that there are too few rows; of
+block drafters what the Markov head says and where queries look."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
+from headstart.engines.heads import build_head
 from headstart.heads.block_network import BlockConfig
+from headstart.heads.block_start import fit_markov, look_at_context
+from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.registry import build_head
+from headstart.heads.nn.block_layer import MarkovHead
 
 BLOCK: dict[str, Any] = {"num_layers": 1, "loss": {"soft_ce": 1.0}, "feature_layers": [1, 2], "num_depths": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -16,7 +20,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (BlockConfig, {**BLOCK, "markov_rank": 8}),
     (BlockConfig, {**BLOCK, "markov_rank": 8, "output": "own", "sample_from_anchor": False}),
     (BlockConfig, {**BLOCK, "markov_rank": 0, "num_layers": 2, "has_head_norms": False}),
-    (BlockConfig, {**BLOCK, "markov_rank": 64, "num_blocks": 4, "narrow_share": 0.5}),
+    (BlockConfig, {**BLOCK, "markov_rank": 64, "blocks_per_row": 4}),
 ]
 
 
@@ -31,7 +35,82 @@ def test_a_fitted_head_begins_at_every_depth_below_even_guessing_and_a_fresh_one
 
 
 @pytest.mark.parametrize(("config", "options"), CASES[:2])
-def test_too_few_rows_are_refused(config, options, target, batches):
+def test_with_too_few_rows_a_head_starts_from_random_weights_and_a_line_says_so(config, options, target, batches):
     few = replace(batches[0], loss_mask=batches[0].loss_mask & (torch.arange(40) < 10))
-    with pytest.raises(BadInput, match="head.start fitted: .* supervised tokens, needs 64; else random"):
-        build_head(config(start="fitted", **options), target).begin_training(iter([few]))
+    fitted, fresh = (build_head(config(start=start, **options), target, seed=1) for start in ("fitted", "random"))
+    line = fitted.begin_training(iter([few]))
+    assert re.fullmatch(
+        r"head.start: \d+ supervised tokens of the 64 that a fit takes, so .* random weights", line or ""
+    )
+    assert fresh.begin_training(iter([few])) is None
+    assert all(torch.equal(*pair) for pair in zip(fitted.parameters(), fresh.parameters(), strict=True))
+
+
+def test_a_head_with_a_trained_bias_starts_as_one_without(target, batches):
+    """The fit has no constant, and logits that are scaled down are scaled whole."""
+    logits = []
+    for bias in (False, True):
+        head = build_head(EagleConfig(bias=bias), target, seed=1)
+        head.begin_training(iter(batches[:-1]))
+        with torch.no_grad():
+            head.scale_outputs([0.5])
+        logits.append(head.teacher_forced_logits(batches[-1])[1])
+    torch.testing.assert_close(*logits)
+
+
+def head_of(target, start: Any = "random", **more) -> Any:
+    config = BlockConfig(feature_layers=[1, 2], num_layers=1, num_depths=3, start=start, **more)
+    return build_head(config, target)
+
+
+def test_the_markov_head_starts_as_what_follows_each_token():
+    """Of tokens whose states lie in as many dimensions as its rank: exactly, but for a constant over the vocabulary."""
+    source = torch.Generator().manual_seed(0)
+    rows, codes = torch.randn(50, 8, generator=source), torch.randn(20, 3, generator=source)
+    of_token, tokens = codes @ torch.randn(3, 8, generator=source), torch.arange(20).repeat(2000)
+    markov = MarkovHead(20, 50, rank=3)
+    with torch.no_grad():
+        known = fit_markov(markov, tokens, of_token[tokens], rows)
+        logits = markov.markov_w2(markov.markov_w1(torch.arange(20)))
+    wanted = (of_token - of_token.mean(0)) @ rows.T
+    torch.testing.assert_close(logits, wanted - wanted.mean(1, keepdim=True), atol=0.05, rtol=0.01)
+    torch.testing.assert_close(known(torch.arange(20)), of_token - of_token.mean(0), atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("has_head_norms", [True, False])
+def test_one_query_head_of_each_group_looks_at_the_last_position_before_the_block(target, has_head_norms):
+    head = head_of(target, has_head_norms=has_head_norms, architecture={"head_dim": 64})
+    attention, read = head.layers[0].self_attn, torch.randn(1, 103, target.hidden_size)
+    read[..., 5], read[..., 6] = 1.0, torch.where(torch.arange(103) < 100, 1.0, -1.0)  # 3 slots behind the context
+    of_slots, of_context = (torch.eye(target.hidden_size)[channel] for channel in (5, 6))
+    with torch.no_grad():
+        look_at_context(attention, of_slots, of_context, head.rotary.frequencies, num_slots=3)
+    rotary = head.rotary(torch.arange(103)[None], like=read, num_positions=103)
+    keys, queries = attention.keys_values(read, rotary)[0], attention.queries(read, rotary)
+    group = attention.num_heads // attention.num_kv_heads
+    scores = queries[:, ::group, 100:] @ keys.transpose(-1, -2) / 8
+    assert (scores.argmax(-1) == 99).all()
+    assert (scores.softmax(-1)[..., 99] > 0.5).all()
+
+
+def test_narrow_heads_start_with_attention_as_sharp_as_wide_ones(target):
+    """Norms bound scores by gain^2 sqrt(H), and gains learn slowly."""
+    for size in (8, 64, 128, 256):
+        attention = head_of(target, architecture={"head_dim": size}).layers[0].self_attn
+        bound = float(attention.q_norm.weight[0].detach() * attention.k_norm.weight[0].detach()) * size**0.5
+        assert bound == pytest.approx(max(size, 128) ** 0.5)
+
+
+def test_one_factor_of_a_fresh_markov_head_is_large_enough_for_the_other_to_learn_by():
+    markov = MarkovHead(300, 50, rank=64)
+    assert float(markov.markov_w1.weight.detach().norm(dim=1).mean()) == pytest.approx(1.0, abs=0.1)
+    assert float(markov.markov_w2(markov.markov_w1.weight).detach().abs().max()) < 0.1
+
+
+def test_answers_shorter_than_a_block_can_be_fitted_to(target, batches):
+    *rows, last, judged = batches
+    last.loss_mask &= torch.arange(40) < 5  # two tokens
+    head = head_of(target, "fitted")
+    head.begin_training(iter([*rows, last, judged]))
+    out = head(judged)
+    assert (out.depth_loss / out.depth_count <= torch.tensor(float(target.vocab_size)).log() + 0.1).all()

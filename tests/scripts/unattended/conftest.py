@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 from headstart.eval.decoding import generate
-from headstart.heads.target import Target
 from headstart.scripts.unattended import machine
-from headstart.scripts.unattended.journal import Machine, Measured, RoundCost
+from headstart.scripts.unattended.running.journal import Machine, Measured, RoundCost
+from headstart.targets.target import Target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

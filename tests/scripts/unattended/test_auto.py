@@ -10,12 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-from headstart.configs.jsonl import read_jsonl
-from headstart.scripts.unattended import auto as stages
+from headstart.base.jsonl import read_jsonl
+from headstart.eval.decoding import generate
 from headstart.scripts.unattended.answers import TEMPERATURE
-from headstart.scripts.unattended.journal import Score
-from headstart.scripts.unattended.steps import CommandRunner
+from headstart.scripts.unattended.running.journal import Score
+from headstart.scripts.unattended.running.steps import CommandRunner
 from headstart.scripts.unattended.training import TIME_IS_UP, Learner
+from headstart.targets.chat.answers import answer_text
+from headstart.targets.chat.prompts import plain_ids
+from headstart.targets.target import Target
+
+
+def says(said, found):
+    """Whether the decision is said, in however many lines."""
+    return " ".join(found["decision"]["headline"].split()) in " ".join(said.split())
 
 
 def journal_of(folder):
@@ -37,8 +45,8 @@ def auto(headstart, chat_target, traffic, in_process, tmp_path):
 
 @pytest.mark.slow
 def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_process, tmp_path):
-    machine_is(medusa=1.2, hydra=1.3, eagle=2.5)
-    code, said, found = auto("--budget 20s --max-new-tokens 12")
+    machine_is(medusa=1.2, mtp=1.3, eagle=2.5)
+    code, said, found = auto("--budget 20s --max-new-tokens 12 --verbose")
     assert code == 0, said
     assert (found["split"]["held_out"], found["split"]["asked"], found["answers"]["written"]) == (13, 27, 27)
     data = tmp_path / "auto" / "data"
@@ -49,60 +57,43 @@ def test_one_command_goes_from_prompts_to_a_decision(auto, machine_is, in_proces
     ways = json.loads((data / "manifest.json").read_text())["settings"]["sampling"].values()
     assert {way["temperature"] for way in ways} == {0.0, TEMPERATURE}
     [rung] = found["rungs"]
-    assert rung["plan"].keys() == {"medusa", "hydra"}, "what cannot pay is not trained"
+    assert rung["plan"].keys() == {"medusa", "mtp"}, "what cannot pay is not trained"
     scores = {score["name"]: score["predicted_speedup"] for score in rung["scores"]}
     assert rung["kept"] == [max(scores, key=scores.__getitem__)] == [found["chosen"]["name"]]
     assert 10 < found["trained"]["score"]["steps"] <= found["chosen"]["max_steps"]
-    assert found["chosen"]["expected"]["low"] < found["chosen"]["expected"]["high"]
-    steps = [part["step"] for part in found["trained"]["course"]]
-    assert steps == sorted(steps) and steps[-1] > rung["plan"][found["chosen"]["name"]]
-    assert "With twice the answers and steps, the head alone would commit about" in said
     assert found["evaluation"]["num_prompts"] == 13
     report = json.loads((tmp_path / "auto" / "eval" / "report.json").read_text())
     assert {result["drafter"] for result in report["results"]} == {
         found["chosen"]["name"],
-        "hybrid+answers",
+        f"hybrid+{found['chosen']['name']}+answers",
         "suffix+answers",
     }
-    assert found["decision"]["headline"] in said
+    assert says(said, found)
     page = (tmp_path / "auto" / "auto.html").read_text()
-    assert found["decision"]["headline"] in page and "even with" not in page and "<script" not in page
+    assert (
+        " ".join(found["decision"]["headline"].split()) in " ".join(page.split())
+        and "even with" not in page
+        and "<script" not in page
+    )
     for step in found["steps"]:
-        assert step["command"].startswith("headstart ") and step["command"] in said, "each step is told as it is run"
+        assert step["command"].startswith("headstart ") and step["command"] in said, "--verbose tells each step"
     ran = len(in_process)
     code, said, again = auto("--budget 20s --max-new-tokens 12")
     assert (code, len(in_process), again) == (0, ran, found), "a finished run says its decision again, and does nothing"
-    assert found["decision"]["headline"] in said
-
-
-@pytest.mark.slow
-def test_the_chosen_head_is_planned_by_batch_size(auto, machine_is, monkeypatch, in_process, tmp_path):
-    machine_is(medusa=1.2)
-    monkeypatch.setattr(stages, "LEAST_SECONDS", 0.5)
-    code, said, found = auto("--budget 20s --max-new-tokens 12 --load 0.01")
-    assert code == 0, said
-    assert "0.01 requests per second keep 1 row busy" in said
-    [words] = [words for words in in_process if words[0] == "plan"]
-    assert words[words.index("--head") + 1] == found["trained"]["head"]
-    assert float(words[words.index("--seconds") + 1]) >= found["sizes"]["seconds"], "it gets what is left"
-    plan = json.loads((tmp_path / "auto" / "plan" / "plan.json").read_text())
-    advice = {one["batch_size"]: one["setting"] for one in plan["recommendation"]}
-    page = (tmp_path / "auto" / "auto.html").read_text()
-    assert found["sizes"]["plan"] and "What to draft at which batch size" in page
-    assert all(setting in page for setting in advice.values())
+    assert says(said, found)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto, machine_is, monkeypatch, tmp_path):
-    machine_is(medusa=1.2, hydra=1.3)
+    machine_is(medusa=1.2, mtp=1.3)
     whole = CommandRunner.run
     finished, alive = [], [0]
 
-    def dies(self, name, words, *, until=None):
+    def dies(self, name, words, **limits):
         if alive[0] == 0:
             raise SystemExit(137)
         alive[0] -= 1
-        record = whole(self, name, words, until=until)
+        record = whole(self, name, words, **limits)
         finished.append(tuple(word for word in words if not word.startswith("train.stop_after")))
         return record
 
@@ -123,7 +114,7 @@ def test_a_run_goes_on_behind_the_last_finished_step_whenever_it_was_killed(auto
 
 @pytest.mark.slow
 def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(auto, machine_is, monkeypatch):
-    machine_is(medusa=1.2, hydra=1.3)
+    machine_is(medusa=1.2, mtp=1.3)
     whole = Learner.score
 
     def late(self, output, record, *, steps_before):
@@ -140,8 +131,28 @@ def test_without_time_to_score_any_candidate_the_most_promising_one_is_trained(a
 
 
 @pytest.mark.slow
+def test_a_target_without_a_chat_template_continues_prompts_as_they_are(auto, machine_is, chat_target, tmp_path):
+    """To a decision, with rows that are the target's plain continuations."""
+    machine_is(medusa=1.2)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        path = chat_target / name
+        text = json.loads(path.read_text()) if name.endswith("json") else {}
+        path.unlink()
+        if text:
+            path.write_text(json.dumps({key: value for key, value in text.items() if key != "chat_template"}))
+    code, said, found = auto("--budget 20s --max-new-tokens 12")
+    assert code == 0 and says(said, found), said
+    target, data = Target.load(chat_target), tmp_path / "auto" / "data"
+    assert not target.tokenizer.chat_template
+    for row in read_jsonl(data / "validation.jsonl"):
+        [tokens] = generate(target, None, plain_ids(target.tokenizer, row["prompt"]), max_new_tokens=12).token_ids
+        assert row["response"] == answer_text(tokens, target.tokenizer, target.eos_token_ids)
+    assert all(set(row) == {"prompt"} for row in read_jsonl(data / "held_out.jsonl"))
+
+
+@pytest.mark.slow
 def test_where_no_candidate_can_pay_nothing_is_trained(auto, machine_is, in_process):
-    machine_is(medusa=2.5, hydra=3.0)
+    machine_is(medusa=2.5, mtp=3.0)
     code, said, found = auto()
     assert code == 0, said
     assert [words[0] for words in in_process] == ["eval"] and "suffix" in in_process[0]
@@ -161,7 +172,7 @@ def test_an_engine_is_given_no_drafter_that_it_does_not_have(auto, machine_is, i
     [
         ("--budget 20", "--budget 20: expected a time such as 90s, 20m or 2h"),
         ("--budget 0.5s", "--budget 0.5s: too short to train anything; the minimum is 1s"),
-        ("--budget 6s --engine tgi", "--engine tgi: expected one of headstart, llama.cpp, sglang, vllm"),
+        ("--budget 6s --engine tgi", "--engine: name 'tgi': expected headstart or llama.cpp or sglang or vllm"),
         ("--budget 2s", "--budget: too short for this target here; the least that makes sense is 1m"),
     ],
 )
@@ -171,6 +182,17 @@ def test_what_can_be_mended_is_told_in_one_line(auto, machine_is, line, problem,
     last = [line for line in said.splitlines() if line.startswith("headstart: ")]
     assert code == 2 and len(last) == 1 and problem in last[0], said
     assert found is None and not (tmp_path / "auto").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize(("count", "problem"), [(0, "no such file"), (3, "at least 12 are needed")])
+def test_prompts_are_checked_before_the_target_is_loaded(
+    count, problem, headstart, chat_target, traffic, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("loaded"))
+    prompts = traffic(count) if count else tmp_path / "missing.jsonl"
+    line = f"auto --budget 60s --target {chat_target} --prompts {prompts} --output {tmp_path / 'auto'}"
+    code, out, err = headstart(line)
+    assert code == 2 and problem in (out + err).lower(), out + err
 
 
 def test_a_folder_of_other_settings_is_refused(auto, machine_is):
@@ -200,7 +222,7 @@ def test_a_run_that_is_killed_ends_all_the_same(chat_target, traffic, tmp_path):
     assert done.returncode == 0, done.stderr
     found = journal_of(folder)
     assert all(found[key] == before[key] for key in ("split", "machine", "answers") if before[key])
-    assert found["decision"]["headline"] in done.stderr
+    assert says(done.stdout, found)
 
 
 def running_in(folder):

@@ -7,19 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.configs.jsonl import read_jsonl
-from headstart.heads.registry import HEADS
-from headstart.scripts.unattended import candidates
-from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
-from headstart.scripts.unattended.auto import end_of_learning, plan_evaluation, plan_sizes
-from headstart.scripts.unattended.candidates import check_engine, find_candidates, is_module, is_served
-from headstart.scripts.unattended.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
-from headstart.scripts.unattended.held_out import split_prompts
-from headstart.scripts.unattended.journal import (
+from headstart.base.errors import BadInput
+from headstart.base.jsonl import read_jsonl
+from headstart.engines.heads import HEADS
+from headstart.engines.servers.setting import EngineSetting
+from headstart.heads.block_network import BlockConfig
+from headstart.scripts.unattended import candidates, machine
+from headstart.scripts.unattended.answers import asks_again, learnt_chats, num_validation_rows, warnings_of
+from headstart.scripts.unattended.auto import end_of_learning, plan_evaluation
+from headstart.scripts.unattended.candidates import find_candidates, is_served
+from headstart.scripts.unattended.held_out import as_question, split_prompts
+from headstart.scripts.unattended.machine import GENEROUS, predict_length, served_costs
+from headstart.scripts.unattended.rungs import (
+    by_gain_per_cost,
+    rung_seconds,
+    starting_candidates,
+    survivors,
+)
+from headstart.scripts.unattended.running.clock import EVALUATION, TRAINED, Clock, clock_text, parse_budget
+from headstart.scripts.unattended.running.journal import (
     AnswerCounts,
     AutoJournal,
-    Chosen,
     Machine,
     Measured,
     RoundCost,
@@ -28,18 +36,8 @@ from headstart.scripts.unattended.journal import (
     Split,
     Trained,
 )
-from headstart.scripts.unattended.machine import GENEROUS, busy_rows, predict_length
-from headstart.scripts.unattended.rungs import (
-    by_gain_per_cost,
-    gains_by_training,
-    rung_seconds,
-    starting_candidates,
-    survivors,
-)
-from headstart.scripts.unattended.steps import StepRecord
 from headstart.scripts.unattended.training import FITTING, LEAST_STEPS, Learner, Pace, steps_in
-from headstart.train.config import load_run
-from headstart.train.trend import Forecast
+from headstart.train.inputs.config import load_run
 from safetensors.torch import save_file
 
 
@@ -61,6 +59,47 @@ def test_anything_else_is_refused_in_a_line_that_names_it(text):
 
 def test_times_read_as_clocks():
     assert [clock_text(seconds) for seconds in (7, 187, 3723)] == ["0:07", "3:07", "1:02:03"]
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(0.35, True), (0.02, False), (None, False)])
+def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_said, monkeypatch):
+    stubs = {
+        "timed_cell": lambda *_: SimpleNamespace(run=lambda: None, baseline=SimpleNamespace(round_ms=9.0)),
+        "load_skeleton": lambda _: None,
+        "find_candidates": lambda _: [SimpleNamespace(name="eagle3")],
+        "measure_candidate": lambda *_, **__: Measured("eagle3", bound=2.0),
+        "start_seconds": lambda _: 1.0,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(machine, name, stub)
+    monkeypatch.setattr(machine.ProcessorMeter, "others", lambda _: share)
+    said: list[str] = []
+    settings, clock = SimpleNamespace(engine=EngineSetting(name="vllm"), budget=100.0), SimpleNamespace(used=0.0)
+    run = run_of(settings=settings, clock=clock, say=said.append, check_stop=lambda: None)
+    target = SimpleNamespace(name="T", dtype=torch.float32, device="cpu", hidden_size=8)
+    machine.measure_machine(run, target, SimpleNamespace(batch_size=1))  # type: ignore[arg-type]
+    assert [line for line in said if "35% of the processor" in line] == said[1:] and (len(said) == 2) == is_said
+
+
+@pytest.mark.parametrize(
+    ("longest", "width", "lengths", "passes", "output"),
+    [
+        (None, 61, [1, 3, 5], [1, 3, 5], 0),  # a pass for each draft, with an output layer of its own
+        (None, 60, [1, 3, 5], [1, 3, 5], 61 * 32),  # by the target's output layer
+        (4, 61, [1, 2, 4], [1, 1, 1], 0),  # all drafts in one pass
+    ],
+)
+def test_rounds_in_a_server_are_estimated_by_its_rates(longest, width, lengths, passes, output, target):
+    """A token of a prompt takes 1 ms, a step of 2 rows 20 ms: a verified draft of each costs a tenth of it."""
+    weights = torch.zeros(width, 100)
+    head: Any = SimpleNamespace(parameters=lambda: iter([weights]), num_drafted=61, max_draft_tokens=longest)
+    head.num_depths, head.default_draft_tokens = 3, 5
+    costs = served_costs(target, head, 0.001, num_rows=2, step_seconds=0.02)
+    read = sum(parameter.numel() for parameter in target.model.parameters()) - 61 * 32  # all but the embedding
+    share = (width * 100 + output) / read
+    assert [cost.num_draft_tokens for cost in costs] == lengths
+    expected = [1 + num * share + 0.1 * k for k, num in zip(lengths, passes, strict=True)]
+    assert [cost.steps for cost in costs] == pytest.approx(expected, abs=1e-4)
 
 
 def test_time_that_was_used_before_a_kill_counts(tmp_path):
@@ -90,17 +129,6 @@ def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training(
     assert predict_length([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
 
 
-def test_a_load_keeps_as_many_rows_busy_as_littles_law_says():
-    def step_ms(rows: int) -> float:
-        return 10.0 + rows
-
-    for load in (0.1, 2.0, 5.0):
-        rows, is_served = busy_rows(load, 100, step_ms)
-        size = next(2**i for i in range(7) if load * 100 * step_ms(2**i) / 1000 <= 2**i)
-        assert is_served and rows == max(1, round(load * 100 * step_ms(size) / 1000))
-    assert busy_rows(1e3, 100, step_ms) == (64, False), "more than it serves"
-
-
 def test_rungs_halve_until_one_is_left():
     """1: none is needed; 2; 3, 2; 4, 2; 5, 3, 2; 7, 4, 2; 9, 5, 3, 2."""
     assert [60 / rung_seconds(60, count) for count in (1, 2, 3, 4, 5, 7, 9)] == [1, 1, 2, 2, 3, 3, 4]
@@ -122,6 +150,7 @@ def test_steps_fill_the_time_left_by_the_overhead():
 ANSWERS = AnswerCounts(
     written=20,
     sampled=0,
+    served=0,
     given=0,
     validation=4,
     tokens=4000,
@@ -138,7 +167,7 @@ ANSWERS = AnswerCounts(
 
 def learner_of(name, machine, tmp_path, rungs=(), **answers):
     journal = AutoJournal({}, answers=replace(ANSWERS, **answers), rungs=[*rungs])
-    settings = SimpleNamespace(target="target", device="cuda", seed=0)
+    settings = SimpleNamespace(target="target", adapter="", device="cuda", seed=0)
     run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
     [candidate] = [candidate for candidate in find_candidates() if candidate.name == name]
     return Learner(run, candidate)
@@ -166,35 +195,11 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     assert few.fitting_seconds == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 
-def test_a_training_that_is_expected_to_gain_too_little_is_left_out():
-    said, score = [], Score("medusa", 90, 60.0, 2.0, [0.7], 1, 1.4)
-    for high, gains in ((2.01, False), (2.3, True)):
-        chosen = Chosen("medusa", 100, score=score, expected=Forecast(2.0, 1.9, high))
-        assert gains_by_training(run_of(say=said.append), chosen) is gains
-    assert said[0].endswith("after 100 more steps: 2.00 [1.90, 2.01]; it ends")
-
-
-def test_states_are_extracted_where_rows_are_read_often_and_the_target_takes_much_of_a_step(tmp_path):
-    """20 rows of 300 tokens, a batch of 8; a step of 10 seconds."""
-
-    def planned(seconds, token_seconds):
-        measured = Measured("medusa", step_seconds=10.0, token_seconds=token_seconds)
-        machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=0, candidates=[measured])
-        return learner_of("medusa", machine, tmp_path).planned(seconds)
-
-    plain, extracts = planned(1000, 0.0)
-    assert plain in (88, 89) and not extracts, "extracting would save nothing"
-    often, extracts = planned(1000, 6.0 / 2400)  # six of the ten seconds are the target's
-    assert extracts and often == pytest.approx(plain * 10 / 4, rel=0.05)
-    assert planned(40, 6.0 / 2400)[1] is False, "no row would be read twice"
-
-
 @pytest.mark.parametrize("minutes", [20, 120])
-def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts_beside_the_plan(minutes):
-    """So that a larger budget, whose plan by batch size takes longer, does not evaluate fewer prompts."""
+def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts(minutes):
     machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
-    settings = SimpleNamespace(budget=60.0 * minutes, engine="headstart", max_new_tokens=128)
-    journal = SimpleNamespace(split=Split(32, 900, 0, 100), trained=Trained("HEAD", None))
+    settings = SimpleNamespace(budget=60.0 * minutes, engine=EngineSetting(), max_new_tokens=128)
+    journal = SimpleNamespace(split=Split(32, 900, 0, 100), trained=Trained("HEAD", None), serving=None)
     run = run_of(machine=machine, settings=settings, journal=journal)
     reserve = settings.budget - end_of_learning(run)
     run.clock = SimpleNamespace(left=reserve)
@@ -220,7 +225,7 @@ def test_what_wins_more_for_its_cost_comes_first():
 
 
 def test_without_time_for_all_the_one_that_usually_saves_most_is_trained():
-    costs = {"medusa": 1.2, "eagle": 1.5, "eagle3": 1.5, "block": 1.3, "hydra": 1.4, "mtp": 1.4, "draft_lm": 3.3}
+    costs = {"medusa": 1.2, "eagle": 1.5, "eagle3": 1.5, "block": 1.3, "mtp": 1.4, "draft_lm": 3.3}
     measured = [
         Measured(c.name, usual_speedup=predict_length([c.usual_acceptance], rounds)[1], step_seconds=10.0)
         for c in find_candidates()
@@ -252,11 +257,15 @@ def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
     assert {"eagle", "medusa", "mtp"} <= ours and vllm == {"eagle3", "block"}
 
 
+@pytest.mark.parametrize(("device", "markov_rank"), [("cpu", 0), ("cuda", 64)])
+def test_vllm_has_dspark_on_gpus_only_and_dflash_instead_without_one(device, markov_rank, monkeypatch):
+    monkeypatch.setattr(candidates, "default_device", lambda: device)
+    [block] = [candidate.head for candidate in find_candidates("vllm") if candidate.name == "block"]
+    assert isinstance(block, BlockConfig)
+    assert (block.markov_rank, block.sample_from_anchor) == (markov_rank, markov_rank > 0)
+
+
 def test_engines_load_some_families(saved_target):
-    check_engine("headstart")
-    check_engine("vllm")
-    with pytest.raises(BadInput, match="--engine tgi: expected one of headstart"):
-        check_engine("tgi")
     served = {candidate.name for candidate in find_candidates() if is_served(candidate, "sglang", saved_target)}
     assert served and served < {candidate.name for candidate in find_candidates()}
 
@@ -277,7 +286,7 @@ def test_modules_are_a_candidate_where_engines_load_them_with_the_target(kind, t
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({f"{tensor}.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    [module] = [candidate for candidate in find_candidates("vllm") if is_module(candidate)]
+    [module] = [candidate for candidate in find_candidates("vllm") if candidate.head.type == "mtp"]
     assert is_served(module, "vllm", str(tmp_path)) == is_loaded and is_served(module, "headstart", str(tmp_path))
 
 
@@ -322,12 +331,30 @@ def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):
 def test_chats_count_in_every_shape_of_an_answer_and_are_refused_where_none_has_one(tmp_path):
     prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(12)))
-    rows = [{"prompt": "a", "completion": "b"}, {"question": "c", "answer": "d"}, {"instruction": "e", "output": "f"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "completion": "b"},
+        {"question": "c", "answer": "d"},
+        {"instruction": "e", "output": "f"},
+    ]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for role, called in (("model", "role"), ("bot", "role"), ("gpt", "from"), ("chatgpt", "from")):
+        content = "content" if called == "role" else "value"
+        rows.append({"messages": [{called: "user", content: role}, {called: role, content: "answer"}]})
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split_prompts(str(prompts), str(chats), tmp_path / "data", seed=0)
     assert read_jsonl(tmp_path / "data" / "given.jsonl") == rows
     with pytest.raises(BadInput, match=r"^--chats .*prompts.jsonl: none of its 12 rows ends with an answer$"):
         split_prompts(str(prompts), str(prompts), tmp_path / "other", seed=0)
+
+
+def test_chats_that_ask_what_validation_rows_do_are_not_learnt(tmp_path):
+    """As where the chats are answers to the very prompts."""
+    path = tmp_path / "given.jsonl"
+    assert learnt_chats(path, []) == []
+    rows = [{"prompt": f"Question {i}", "response": "answer"} for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = [as_question([{"role": "user", "content": f"question  {i}"}]) for i in (2, 5)]
+    assert learnt_chats(path, judged) == [row for i, row in enumerate(rows) if i not in (2, 5)]
 
 
 def test_too_few_prompts_are_refused(tmp_path):
@@ -346,22 +373,3 @@ def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than
     journal, clock = SimpleNamespace(split=Split(32, 1000, 0, 100), answers_until=300.0), SimpleNamespace(left=1000.0)
     run = run_of(machine=machine, journal=journal, clock=clock, left_until=lambda second: second - used)
     assert asks_again(run, number) == again
-
-
-def test_a_plan_that_takes_longer_than_it_was_told_is_stopped_at_the_end_of_the_budget(tmp_path):
-    """As on a machine that other work shares: `headstart auto` ends within its budget all the same."""
-    limits = []
-
-    def step(what, arguments, *, name, seconds, until=None):
-        limits.append(until)
-        return StepRecord(name, "headstart plan", "plan.log", seconds, exit_code=-15, stopped=True)
-
-    run = run_of(
-        settings=SimpleNamespace(budget=3600.0, engine="headstart", target="T", max_new_tokens=128),
-        machine=SimpleNamespace(dtype="float32", device="cpu", start_seconds=5.0, batch_size=1),
-        journal=SimpleNamespace(trained=SimpleNamespace(head="HEAD")),
-        clock=SimpleNamespace(left=400.0),
-        **{"folder": tmp_path, "data": tmp_path, "step": step, "say": lambda text: None},
-    )
-    assert plan_sizes(run).problem == "its time ran out"
-    assert limits == [3600.0]

@@ -1,12 +1,16 @@
 """`headstart refit` as a whole: what it makes, what it refuses, and that it goes on where it was killed."""
 
 import json
+from pathlib import Path
 
 import pytest
-from headstart.configs.jsonl import read_jsonl
+from headstart.base.jsonl import read_jsonl
+from headstart.data_pipelines.masks.chat import encode_row
+from headstart.data_pipelines.rows.config import DataConfig
+from headstart.data_pipelines.rows.sources import Row
 from headstart.scripts.unattended import comparing
-from headstart.scripts.unattended.comparing import SHARES
-from headstart.scripts.unattended.steps import CommandRunner
+from headstart.scripts.unattended.running.steps import CommandRunner
+from headstart.targets.target import Target
 
 
 def journal_of(folder):
@@ -29,25 +33,18 @@ def refit(headstart, worded_target, head_folder, in_process, tmp_path):
 @pytest.mark.slow
 def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process, tmp_path):
     old, new = served_by("old", 30), served_by("new", 40)
-    others = [{**row, "domain": "others"} for row in served_by("others", 10, by="another")]
-    rows = [{**row, "timestamp": 1770000000 + 604800 * (i % 2)} for i, row in enumerate([*new, *others])]
-    code, said, found = refit(file_of("logs", [*rows, {"no": "row"}]), file_of("old", old))
+    code, said, found = refit(file_of("logs", [*new, {"no": "row"}]), file_of("old", old))
     assert code == 0, said
     assert found["found"]["unread"] == {"no answer among the keys no": 1}
-    lines = {int(origin.rpartition(":")[2]) for origin in found["foreign"]["origins"]}
-    assert lines == set(range(len(new) + 1, len(rows) + 1)), "the answers of others are found, and no more"
-    assert {part["week"] for part in found["drift"]} == {"all", "2026-W06", "2026-W07"}
-    assert {(part["traffic"], part["domain"]) for part in found["drift"]} >= {("new", "all"), ("new", "new")}
-    assert [words[0] for words in in_process] == ["train"] and found["steps"][0]["command"] in said
+    assert [words[0] for words in in_process] == ["train"] and found["steps"][0]["command"] not in said
     train, held_out = (read_jsonl(tmp_path / "refit" / "data" / f"{name}.jsonl") for name in ("train", "held_out"))
     learnt = {row["messages"][0]["content"] for row in train}
     assert not learnt & {row["messages"][0]["content"] for row in held_out}, "held out is never learnt from"
     assert sum(row["category"] == "old" for row in train) == len(train) // 2, "half of what is learnt is old"
-    assert [each["share"] for each in found["shares"]] == [0.0, *SHARES], "heads between the old and the trained one"
-    config = json.loads((tmp_path / "refit" / "head" / "config.json").read_text())
-    assert found["head"].endswith("/refit/head") and config["headstart"]["training"]["share"] in SHARES
-    [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
-    assert whole["interval"][0] < whole["ratio"] < whole["interval"][1] and whole["conversations"] == 13
+    parts = {(each["traffic"], each["domain"]): each for each in found["compared"]}
+    whole = parts["new", "all"]
+    assert {("old", "all"), ("new", "new"), ("old", "old")} < set(parts)
+    assert whole["interval"][0] <= whole["ratio"] <= whole["interval"][1] and whole["conversations"] == 13
     assert found["decision"]["deploy"] == (whole["interval"][0] > comparing.LEAST_GAIN)
     page = (tmp_path / "refit" / "refit.html").read_text()
     assert found["decision"]["headline"] in page and "<script" not in page and found["decision"]["headline"] in said
@@ -56,11 +53,50 @@ def test_from_served_traffic_to_a_decision(refit, served_by, file_of, in_process
     assert (code, len(in_process), again) == (0, ran, found), "a finished run says its decision again, and does nothing"
 
 
-def test_where_the_answers_are_anothers_nothing_is_learnt(refit, served_by, file_of, in_process):
-    code, said, found = refit(file_of("logs", served_by("new", 20, by="another")))
-    assert code == 0 and not in_process, said
-    assert "are this target's: too few to learn from. Is it the target that served them?" in said
-    assert found["decision"]["headline"] == comparing.STAYS and not found["decision"]["deploy"]
+@pytest.mark.slow
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_where_the_server_has_the_target_no_process_of_ours_holds_a_layer(
+    is_adapted, refit, served_by, file_of, python, lora, worded_target, in_process, monkeypatch, tmp_path
+):
+    """The heads read, and learn from, the states that vLLM gives, of the adapter too."""
+    adapter = lora(worded_target) if is_adapted else None
+    logs = file_of("logs", served_by("new", 40, adapter=adapter))
+    line = f"--budget 60s --max-length 64{f' --adapter {adapter}' if is_adapted else ''}"
+
+    def refuses(*_, **__):
+        raise AssertionError("a target is loaded with its layers")
+
+    code, said, ours = refit(logs, line=line, output="ours")
+    assert code == 0, said
+    monkeypatch.setattr(Target, "load", refuses)
+    code, said, found = refit(logs, line=f"{line} --engine vllm --engine-python {python}")
+    assert code == 0 and "starting vLLM's server for the states" in said and not found["stateless"], said
+    [training] = [words for words in in_process if words[0] == "train" and "engine.name=vllm" in words]
+    assert any(word.startswith("engine.server=") for word in training)
+    before = [
+        [each[key] for key in ("conversations", "before")] for each in (found["compared"][0], ours["compared"][0])
+    ]
+    assert before[0] == before[1], "the states are the target's"
+    assert "vLLM with" in " ".join(found["decision"]["reasons"])
+    assert not (tmp_path / "refit" / "states").exists()
+
+
+@pytest.mark.slow
+def test_a_target_without_a_chat_template_learns_continuations_of_prompts(
+    refit, served_by, file_of, worded_target, tmp_path
+):
+    """Rows of `prompt` and `response` are read one behind the other, with nothing in between."""
+    rows = served_by("new", 40)
+    (worded_target / "chat_template.jinja").unlink()
+    texts = [[message["content"] for message in row["messages"]] for row in rows]
+    code, said, found = refit(file_of("logs", [{"prompt": asked, "response": text} for asked, text in texts]))
+    assert code == 0 and found["decision"] is not None, said
+    target, train = Target.load(worded_target), read_jsonl(tmp_path / "refit" / "data" / "train.jsonl")
+    assert len(train) > 10 and target.tokenizer.chat_template is None
+    plain = {target.tokenizer.decode(target.tokenizer(f"{asked} {text}")["input_ids"]) for asked, text in texts}
+    for row in train:
+        [sample] = encode_row(Row(row, "train"), target.tokenizer, DataConfig(train=""), target.vocab_size)
+        assert target.tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=True) in plain
 
 
 def test_too_little_traffic_is_refused_and_leaves_nothing(refit, served_by, file_of, tmp_path):
@@ -70,60 +106,28 @@ def test_too_little_traffic_is_refused_and_leaves_nothing(refit, served_by, file
 
 
 @pytest.mark.slow
-def test_a_folder_of_other_traffic_is_refused(refit, served_by, file_of):
-    rows = served_by("new", 20, by="another")
-    assert refit(file_of("logs", rows))[0] == 0
-    code, said, _ = refit(file_of("logs", rows[:-1]))
-    assert code == 2 and "started with rows" in said and "give a new folder" in said
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_killed(refit, served_by, file_of, monkeypatch):
-    """Killed behind the first batch that was read, in training, and behind the second head of the choice."""
-    from headstart.scripts.unattended import reading
+    """Killed in training, and in the comparison; then other traffic is refused in its folder."""
     from headstart.scripts.unattended import refit as stages
 
-    logs = file_of("logs", served_by("new", 40))
-    whole_keep, whole_run, calls = reading.append, CommandRunner.run, []
+    rows = served_by("new", 40)
+    logs, journals = file_of("logs", rows), []
 
-    def dies(path, readings):
-        whole_keep(path, readings)
-        calls.append(len(readings))
+    def dies(*arguments, **options):
         raise SystemExit(137)
 
-    monkeypatch.setattr(reading, "append", dies)
-    assert refit(logs)[0] == 137
-    monkeypatch.setattr(reading, "append", lambda path, rows: (calls.append(len(rows)), whole_keep(path, rows)))
-
-    def dies_too(self, name, words, *, until=None):
-        raise SystemExit(137)
-
-    monkeypatch.setattr(CommandRunner, "run", dies_too)
-    code, said, before = refit(logs)
-    assert code == 137 and sum(calls) == before["foreign"]["read"], "no row is read twice"
-    monkeypatch.setattr(CommandRunner, "run", whole_run)
-    whole_share = stages.share_of
-
-    def dies_again(share, readings):
-        if share == SHARES[1]:
-            raise SystemExit(137)
-        return whole_share(share, readings)
-
-    monkeypatch.setattr(stages, "share_of", dies_again)
-    assert refit(logs)[0] == 137
-    monkeypatch.setattr(stages, "share_of", whole_share)
+    for place, name in ((CommandRunner, "run"), (stages, "compare_by_domain")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, dies)
+            code, said, found = refit(logs)
+            assert code == 137, said
+            journals.append(found)
     code, said, found = refit(logs)
-    assert code == 0, said
-    assert [each["share"] for each in found["shares"]] == [0.0, *SHARES]
-    assert all(found[key] == before[key] for key in ("found", "own", "foreign", "drift", "plan"))
-    assert found["decision"] is not None
-
-
-def test_what_an_adapter_served_is_foreign_to_the_target_without_it(refit, served_by, file_of, lora, worded_target):
-    logs = file_of("logs", served_by("new", 20, adapter=lora(worded_target, lora_alpha=64)))
-    code, said, found = refit(logs)
-    assert code == 0 and found["decision"]["headline"] == comparing.STAYS, said
-    assert "are this target's: too few to learn from. Is it the target that served them?" in said
+    assert code == 0 and found["decision"] is not None, said
+    assert all(found[key] == before[key] for before in journals for key in ("found", "plan"))
+    assert journals[1]["trained"] == found["trained"] and len(found["steps"]) == 1, "trained once"
+    code, said, _ = refit(file_of("logs", rows[:-1]))
+    assert code == 2 and "started with rows" in said and "give a new folder" in said
 
 
 @pytest.mark.slow
@@ -133,10 +137,10 @@ def test_a_head_of_the_base_learns_on_from_what_an_adapter_served(
     adapter = lora(worded_target)
     logs = file_of("logs", served_by("new", 40, adapter=adapter))
     code, said, found = refit(logs, line=f"--budget 60s --max-length 64 --adapter {adapter}")
-    assert code == 0 and found["foreign"]["origins"] == [], said
+    assert code == 0, said
     written = (tmp_path / "refit" / "refit.yaml").read_text()
     assert f"adapter: {adapter}" in written
-    record = json.loads((tmp_path / "refit" / "head" / "config.json").read_text())["headstart"]
+    record = json.loads((Path(found["trained"]) / "config.json").read_text())["headstart"]
     assert record["training"]["target_adapter"] == str(adapter)
     [whole] = [each for each in found["compared"] if (each["traffic"], each["domain"]) == ("new", "all")]
     assert whole["conversations"] == 13 and whole["ratio"] is not None

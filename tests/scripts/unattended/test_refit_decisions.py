@@ -1,38 +1,34 @@
-"""The decisions of `headstart refit`, from figures alone: what is held out, what is foreign, what is offered."""
+"""The decisions of `headstart refit`, from figures alone: what is held out, and what is offered."""
 
-import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from headstart.configs.errors import BadInput
-from headstart.data_pipelines.traffic import ServedChat, Traffic
-from headstart.eval.decoding import generate
-from headstart.scripts.unattended import reading
+from headstart.base.errors import BadInput
+from headstart.data_pipelines.rows.samples import Sample
+from headstart.data_pipelines.rows.traffic import ServedChat
+from headstart.data_pipelines.vocab import SIZE_STEP
+from headstart.engines.heads import HEADS, build_head
+from headstart.eval.proof.lossless import LosslessReport
+from headstart.eval.served.figures import Percentiles, SideFigures
+from headstart.eval.served.load import Load
+from headstart.eval.served.result import ServedResult
+from headstart.eval.served.texts import PromptCheck, TextCheck
 from headstart.scripts.unattended.candidates import find_candidates
-from headstart.scripts.unattended.comparing import FORGETS, STAYS, compare_by_domain, decide_between, drift_of
-from headstart.scripts.unattended.foreign import (
-    OwnAnswers,
-    is_foreign,
-    served_temperature,
-    standardised,
-    temperatures_for,
-    typicality,
-)
-from headstart.scripts.unattended.held_out import by_turns, mixed, split_traffic
-from headstart.scripts.unattended.journal import Compared
-from headstart.scripts.unattended.reading import RowReading, append, readings_in
-from headstart.scripts.unattended.training import (
-    LEAST_STEPS,
+from headstart.scripts.unattended.comparing import FORGETS, STAYS, DraftedRow, compare_by_domain, decide_between
+from headstart.scripts.unattended.held_out import mixed, split_traffic
+from headstart.scripts.unattended.refit import (
     MOST_EPOCHS,
+    NUM_VALIDATIONS,
     RATE,
-    REFIT_VALIDATIONS,
-    Pace,
+    grown_vocabulary,
     planned_steps,
     training_of,
 )
+from headstart.scripts.unattended.running.journal import Compared
+from headstart.scripts.unattended.training import LEAST_STEPS, Pace
+
+SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
 
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
@@ -42,26 +38,12 @@ def rows_of(count, *, of=1, prefix="q", domain=None):
 
 def test_held_out_conversations_are_learnt_from_on_neither_side():
     new, old = split_traffic(rows_of(30, of=3), rows_of(30, of=2), seed=0)
-    held_out = {row.question for part in (new, old) for row in part.held_out.values()}
-    learnt = {row.question for part in (new, old) for row in part.rest.values()}
+    held_out = {row.question for part in (new, old) for row in part.held_out}
+    learnt = {row.question for part in (new, old) for row in (*part.rest, *part.validation)}
     assert len(new.held_out) == 30 and len(old.held_out) == 20, "a third of the conversations, all of their rows"
     assert not held_out & learnt and learnt, "also what the other side holds out"
     again, _ = split_traffic(rows_of(30, of=3), rows_of(30, of=2), seed=0)
-    assert list(again.rest) == list(new.rest)
-
-
-def test_rows_are_read_by_turns_so_that_little_time_does_for_all_parts():
-    a, b, c = (dict(zip(names, rows_of(len(names)), strict=True)) for names in ("aA", "bBxyz", "c"))
-    assert list(by_turns(a, b, c)) == ["a", "b", "c", "A", "B", "x", "y", "z"]
-
-
-@pytest.mark.parametrize(("given", "wanted"), [(None, [0.7, None]), (0.0, [0.0, 0.0]), (1.0, [1.0, 1.0])])
-def test_a_given_temperature_takes_the_place_of_the_rows_own(given, wanted, monkeypatch):
-    first, second = rows_of(2)
-    monkeypatch.setattr(reading, "read_traffic", lambda _: Traffic([replace(first, temperature=0.7), second], {}, 0))
-    run = SimpleNamespace(settings=SimpleNamespace(traffic="logs.jsonl", temperature=given))
-    traffic: Any = vars(reading.RefitRun)["traffic"].func(run)
-    assert [row.temperature for row in traffic.rows] == wanted
+    assert again == new
 
 
 def test_too_few_conversations_are_refused():
@@ -71,87 +53,20 @@ def test_too_few_conversations_are_refused():
         split_traffic(rows_of(20), rows_of(2), seed=0)
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.5, 10), (0.75, 30), (0.0, 0)])
-def test_old_rows_have_their_share_of_what_is_learnt(share, count):
+def test_old_rows_are_half_of_what_is_learnt():
     new, old = rows_of(10), rows_of(4, prefix="old")
-    rows = mixed(new, old, replay_share=share, seed=0)
-    assert len(rows) == 10 + count and sum(row.question.startswith("old") for row in rows) == count
+    rows = mixed(new, old, seed=0)
+    assert len(rows) == 20 and sum(row.question.startswith("old") for row in rows) == 10
     assert {row.question for row in new} <= {row.question for row in rows}
-    assert len(mixed(new, [], replay_share=share, seed=0)) == 10
+    assert len(mixed(new, [], seed=0)) == 10
 
 
-def typical(target, prompt, answer):
-    states = target.forward(torch.tensor([prompt + answer])).post_norm[0, len(prompt) - 1 : -1]
-    logits = target.logits(states).float()
-    return {str(at): standardised(typicality(logits, torch.tensor(answer), at)) for at in temperatures_for(None)}
-
-
-@pytest.fixture(scope="module")
-def answers(target):
-    """By temperature, typicality of 40 of the target's own answers, and of 20 random ones."""
-    drawn = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 61, (40, 4), generator=drawn).tolist()
-    found = {}
-    for temperature in (0.0, 0.7, 1.0):
-        how = {"temperature": temperature, "generator": drawn, "max_new_tokens": 24, "eos_token_ids": []}
-        texts = generate(target, None, prompts, **how).token_ids
-        own = [typical(target, *pair) for pair in zip(prompts, texts, strict=True)]
-        random = torch.randint(3, 61, (20, 24), generator=drawn).tolist()
-        found[temperature] = (
-            own,
-            [typical(target, *pair) for pair in zip(prompts, random, strict=False)],
-        )
-    return found
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_answers_of_others_are_found_and_no_others(answers, temperature):
-    calibration = [
-        OwnAnswers(at, [row[str(temperatures_for(at)[0])] for row in own[:8]]) for at, (own, _) in answers.items()
-    ]
-    own, others = answers[temperature][0][8:], answers[temperature][1]
-    served = served_temperature([*own, *others])
-    assert served == temperatures_for(temperature)[0], "the temperature of the traffic is seen in spite of them"
-    assert served_temperature([]) is None, "all rows name theirs"
-    found = [is_foreign(row, served, calibration) for row in [*own, *others]]
-    hits = sum(found[len(own) :])
-    assert hits >= 0.9 * len(others) and hits >= 0.9 * sum(found)
-
-
-def test_what_the_target_samples_is_standard_normal(answers):
-    """The theory that the limits rest on."""
-    values = torch.tensor([row["1.0"] for row in answers[1.0][0]])
-    assert abs(values.mean()) < 0.5 and 0.6 < values.std() < 1.4
-    assert all(row["0.3"] > 0 for row in answers[0.0][0]), "greedy answers are more typical than sampled ones"
-
-
-def test_a_row_that_says_its_temperature_is_tested_there():
-    own = [OwnAnswers(0.0, [3.0, 4.0]), OwnAnswers(1.0, [0.0, 0.5])]
-    assert temperatures_for(0.0) == (0.3,) and temperatures_for(0.8) == (0.8,)
-    assert is_foreign({"0.8": -3.5}, 0.3, own) and not is_foreign({"0.8": -2.5}, 0.3, own)
-
-
-def readings(rounds, *, committed=20):
-    return {key: RowReading(key, {}, 20, 19, count, committed) for key, count in rounds.items()}
-
-
-def test_heads_are_compared_by_conversation():
-    rows = dict(zip("abcdef", rows_of(3, of=2), strict=True))
-    before, after = readings(dict.fromkeys("abcdef", 12)), readings(dict.fromkeys("abcdef", 10))
-    [whole] = compare_by_domain("new", rows, before, after)
-    assert (whole.conversations, whole.ratio) == (3, 1.2) and whole.interval == [1.2, 1.2]
-    assert (whole.before, whole.after) == (round(20 / 12, 4), 2.0)
-
-
-def test_drift_is_told_by_domain_and_week():
-    rows = dict(zip("abcd", [*rows_of(2, domain="x"), *rows_of(2, domain="y")], strict=True))
-    parts = drift_of("new", rows, readings({"a": 10, "b": 10, "c": 20}))
-    assert [(part.domain, part.rows, part.acceptance_length) for part in parts] == [
-        ("all", 3, 1.5),
-        ("x", 2, 2.0),
-        ("y", 1, 1.0),
-    ]
-    assert parts[0].covered == 0.95
+def test_heads_are_compared_by_conversation_and_domain():
+    rows = [*rows_of(3, of=2, domain="x"), *rows_of(3, prefix="other")]
+    drafted = [DraftedRow(row, [12, 10], [24, 24]) for row in rows]
+    whole, part = compare_by_domain("new", drafted)
+    assert (whole.conversations, whole.ratio, whole.interval) == (6, 1.2, [1.2, 1.2])
+    assert (part.domain, part.conversations, part.before, part.after) == ("x", 3, 2.0, 2.4)
 
 
 def side(traffic, ratio, low, high, domain="all", conversations=20):
@@ -169,6 +84,12 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
         (side("new", 1.2, 1.1, 1.3), side("old", 0.995, 0.97, 1.02), True, "is not ruled out"),
         (side("new", 1.2, 1.1, 1.3), None, True, "No old rows were given with --replay"),
         (side("new", 1.2, 1.1, 1.3, conversations=3), None, False, "3 conversations could be compared"),
+        (
+            side("new", 1.2, 1.1, 1.3),
+            side("old", 0.5, 0.4, 0.6, conversations=3),
+            True,
+            "On old traffic 3 conversations",
+        ),
     ],
 )
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
@@ -196,17 +117,48 @@ def test_a_trained_head_learns_on_as_a_fresh_one_does_but_slower(candidate):
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
     how = {"pace": Pace(step=1.0, overhead=10.0), "validation_seconds": 1.0, "batch_size": 8}
-    assert planned_steps(100.0 + REFIT_VALIDATIONS, num_rows=10_000, **how) == 80
+    assert planned_steps(100.0 + NUM_VALIDATIONS, num_rows=10_000, **how) == 80
     assert planned_steps(1e6, num_rows=80, **how) == 10 * MOST_EPOCHS
     assert planned_steps(1e6, num_rows=1, **how) == LEAST_STEPS
     with pytest.raises(BadInput, match="--budget: too short for this target here; 1m more are the least"):
         planned_steps(20.0, num_rows=80, **how)
 
 
-def test_a_reading_that_a_kill_cut_is_taken_again(tmp_path):
-    path = tmp_path / "data" / "readings.jsonl"
-    append(path, list(readings({"a": 3}).values()))
-    path.write_text(path.read_text() + json.dumps({"key": "b"})[:5])
-    assert list(readings_in(path)) == ["a"]
-    append(path, list(readings({"b": 4}).values()))
-    assert readings_in(path) == readings({"a": 3, "b": 4})
+def test_more_tokens_only_where_the_rows_need_them(tiny_target):
+    config, few = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=4), torch.tensor([1, 2, 3, 5])
+    head = build_head(config, tiny_target("llama", vocab_size=1024), draft_token_ids=few)
+    known, unknown = (Sample.of([1, *tokens * 200], [False, *[True] * 600]) for tokens in ([2, 3, 5], [4, 6, 1000]))
+    same, more = grown_vocabulary(head, [known]), grown_vocabulary(head, [known, unknown])
+    assert same is not None and torch.equal(same, few)
+    assert more is not None and len(more) == SIZE_STEP and {*few.tolist(), 4, 6, 1000} <= set(more.tolist())
+    whole = build_head(HEADS["eagle3"].config_class(type="eagle3"), tiny_target("llama"))
+    assert grown_vocabulary(whole, [known]) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "deploys"),
+    [
+        ([(1.05, 1.2)], True),
+        ([(1.05, 1.2), (0.9, 1.1)], True),
+        ([(1.05, 1.2), (0.8, 0.95)], False),
+        ([(1.0, 1.1)], False),
+    ],
+)
+def test_the_server_says_which_head_is_better_where_it_was_asked(ends, deploys):
+    """Faster at a load and slower at none, whatever the tokens per forward are."""
+    compared = [Compared("new", "all", 20, 2.0, 2.0, 1.0, [0.99, 1.01])]
+    served = [
+        ServedResult(
+            *("vllm", "head:NEW at K 4", 4, Load(2**i), 96, 0.0, 12, "ABBAABBA", True),
+            *(sum(pair) / 2, pair, SIDE, SIDE, None, PromptCheck(), None),
+            baseline_drafter="head:OLD",
+        )
+        for i, pair in enumerate(ends)
+    ]
+    decision = decide_between(compared, head="OLD", new_head="NEW", served=served)
+    assert decision.deploy == deploys
+    bad = replace(served[0], texts=TextCheck(LosslessReport(12, 11, 0, 1), 12, 0))
+    wrong = decide_between(compared, head="OLD", new_head="NEW", served=[bad, *served[1:]])
+    assert not wrong.deploy and any("not the target's own" in one for one in wrong.cautions)
+    assert decision.reasons[0].startswith("vLLM with head NEW, 4 drafts, beside head OLD: 1 at a time: ")
+    assert "leave drafts off" not in decision.reasons[0]

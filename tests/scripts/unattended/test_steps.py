@@ -5,10 +5,10 @@ import sys
 import time
 
 import pytest
-from headstart.configs.errors import BadInput
-from headstart.scripts.unattended.clock import Clock
-from headstart.scripts.unattended.steps import CommandRunner
-from headstart.train.stopping import Stopping
+from headstart.base.errors import BadInput
+from headstart.scripts.unattended.running.clock import Clock
+from headstart.scripts.unattended.running.steps import CommandRunner
+from headstart.train.watching.stopping import Stopping
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_training_is_started_by_the_launcher_alone(tmp_path):
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     script = (
         "import os, signal, subprocess; from functools import partial; "
-        "from headstart.configs.children import end_with_parent; "
+        "from headstart.base.children import end_with_parent; "
         "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(end_with_parent, os.getpid())); "
         "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

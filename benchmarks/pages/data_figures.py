@@ -1,0 +1,129 @@
+"""The chart and the tables of docs/data.md, from the trainings of one target and domain in docs/results/data.json.
+
+    python -m headstart.benchmarks.pages.data_figures
+
+A test finds them stale where the results have changed since.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from ...base.files import write_text
+from ...configs.loader import build
+from ...eval.report.charts import WIDTH, Series, line_chart
+from ...eval.report.page import page_template
+from .readme_figures import with_figures
+
+RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
+SHOWN = ("SmolLM2-135M-Instruct, bf16", "GSM8K questions")
+HEIGHT = 240  # of the chart with its names
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCurve:
+    """One training: its data, and the acceptance length of teacher-forced drafts on held-out rows after some steps."""
+
+    head: str
+    target: str
+    domain: str
+    rows: int  # of answers that it is trained on
+    answer_tokens: int
+    seed: int
+    trained_parameters: int
+    num_draft_tokens: int
+    num_rounds: int  # of the last validation
+    acceptance_length: dict[str, float]  # by optimizer step
+
+
+Columns = Mapping[str, Callable[[TrainingCurve], float | None]]
+
+
+def main() -> None:
+    curves = read_curves(RESULTS)
+    write_text(PAGE, page_of(PAGE.read_text(), curves))
+    write_text(CHART, chart(curves))
+
+
+def read_curves(path: Path) -> list[TrainingCurve]:
+    return [build(TrainingCurve, entry, where=str(path)) for entry in json.loads(path.read_text())]
+
+
+def page_of(page: str, curves: Sequence[TrainingCurve]) -> str:
+    """docs/data.md with the tables of these trainings."""
+    return with_figures(page, tables(curves))
+
+
+def tables(every: Sequence[TrainingCurve]) -> str:
+    """Markdown: after the last step by the answers, and with all answers by the steps."""
+    curves = [curve for curve in every if is_shown(curve)]
+    sizes = sizes_of(curves)
+    whole = [curve for curve in curves if curve.answer_tokens == sizes[-1]]
+    steps = [step for step in whole[0].acceptance_length if all(step in curve.acceptance_length for curve in whole)]
+    by_answers = {f"{size:,}": partial(last_with, answer_tokens=size) for size in sizes}
+    by_steps = {step: partial(after_step, step=step) for step in steps}
+    parts = [*table("tokens of answers", curves, by_answers), "", *table("steps", whole, by_steps)]
+    return "\n".join([*parts, "", "![Acceptance length by answers](results/data.svg)", ""])
+
+
+def table(title: str, curves: Sequence[TrainingCurve], columns: Columns) -> list[str]:
+    """A row per head, means over seeds."""
+    lines = [f"| {title} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for head in heads_of(curves):
+        own = [curve for curve in curves if curve.head == head]
+        lines.append(f"| {head} | {' | '.join(mean_of(map(value, own)) for value in columns.values())} |")
+    return lines
+
+
+def last_with(curve: TrainingCurve, *, answer_tokens: int) -> float | None:
+    return last(curve) if curve.answer_tokens == answer_tokens else None
+
+
+def after_step(curve: TrainingCurve, *, step: str) -> float | None:
+    return curve.acceptance_length.get(step)
+
+
+def mean_of(lengths: Iterable[float | None]) -> str:
+    known = [length for length in lengths if length is not None]
+    return f"{fmean(known):.2f}" if known else "-"
+
+
+def is_shown(curve: TrainingCurve) -> bool:
+    """Whether the page shows this training: it has one target and one domain."""
+    return (curve.target, curve.domain) == SHOWN
+
+
+def chart(every: Sequence[TrainingCurve]) -> str:
+    """SVG: acceptance length after the last step by the answers' tokens."""
+    curves = [curve for curve in every if is_shown(curve)]
+    sizes, lines = sizes_of(curves), []
+    for head in heads_of(curves):
+        found = [[last(c) for c in curves if c.head == head and c.answer_tokens == size] for size in sizes]
+        points = [(float(i), fmean(lengths)) for i, lengths in enumerate(found) if lengths]
+        if len(points) > 1:
+            lines.append(Series(head, points))
+    ticks = [f"{size:,}" for size in sizes]
+    picture = line_chart("Acceptance length by answers", lines, axis="tokens of answers", ticks=ticks, mark=1.0)
+    return page_template("compare.svg.j2").render(charts=[picture], width=WIDTH + 20, height=HEIGHT)
+
+
+def sizes_of(curves: Sequence[TrainingCurve]) -> list[int]:
+    """Their tokens of answers, ascending."""
+    return sorted({curve.answer_tokens for curve in curves})
+
+
+def heads_of(curves: Sequence[TrainingCurve]) -> list[str]:
+    """Their heads, the one that accepts most first."""
+    names = dict.fromkeys(curve.head for curve in curves)
+    return sorted(names, key=lambda name: -max(last(curve) for curve in curves if curve.head == name))
+
+
+def last(curve: TrainingCurve) -> float:
+    return curve.acceptance_length[max(curve.acceptance_length, key=int)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""How engines load the heads of each family: names, contract, writing and reading, a file a family.
+`table` lists them.
+"""

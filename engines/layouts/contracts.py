@@ -1,0 +1,139 @@
+"""What a folder must hold, derived from its config (tensors with shapes, forbidden tensors, config keys), in parts that
+several layouts share.
+
+Sources: the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a missing tensor: it uses uninitialised memory, the
+text stays right, and drafts are just not accepted. So completeness has to be checked here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...heads.stored.record import PROVENANCE
+from .tensors import Shapes
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SIZES = {  # keys of config.json that shapes follow from, and the names of these sizes in `Part.shape`
+    "hidden_size": "hidden",
+    "intermediate_size": "inner",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "key_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab",
+}
+PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
+
+
+@dataclass
+class Contract:
+    """What a folder must hold. shapes: of required tensors. optional: of those that may be there. forbidden: tensor
+    names with the reason. equal: pairs of tensors with the same values. zero: tensors of zeros. problems: those found
+    in the config. is_ours: which tensors of a checkpoint that holds more are the head's; None: all."""
+
+    layout: str
+    shapes: Shapes = field(default_factory=dict)
+    optional: Shapes = field(default_factory=dict)
+    forbidden: dict[str, str] = field(default_factory=dict)
+    equal: list[tuple[str, str]] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    is_ours: Callable[[str], bool] | None = None
+
+    def report(self, is_wrong: object, problem: str) -> None:
+        """Add a problem if is_wrong."""
+        if is_wrong:
+            self.problems.append(problem)
+
+    def want(self, config: Mapping[str, Any], key: str, value: Any, why: str) -> None:
+        """Add a problem if a config key has another value."""
+        self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
+
+    def compare(self, shapes: Shapes) -> list[str]:
+        """The problems of a folder with tensors of these shapes: missing ones, other shapes, tensors too many."""
+        problems = [
+            f"tensor {name}: missing, expected {list(shape)}; engines would use uninitialised memory"
+            for name, shape in self.shapes.items()
+            if name not in shapes
+        ]
+        for name, shape in shapes.items():
+            wanted = self.shapes.get(name, self.optional.get(name))
+            if wanted is None:
+                problems.append(
+                    f"tensor {name}: must not be there: {self.forbidden.get(name, 'the layout has no such tensor')}"
+                )
+            elif wanted != shape:
+                turned = ": transposed" if shape == wanted[::-1] else ""
+                problems.append(f"tensor {name}: expected {list(wanted)}, found {list(shape)}{turned}")
+        return problems
+
+
+def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Mapping[str, str] = SIZES) -> dict[str, int] | None:
+    """The counts that shapes follow from, by the names in `keys`; None, and the problem reported, if one is missing."""
+    values = {key: config.get(key) for key in keys}
+    wrong = [key for key, value in values.items() if type(value) is not int or value < 1]
+    contract.problems += [f"{key}: expected a count, found {values[key]!r}" for key in wrong]
+    return None if wrong else with_widths({keys[key]: int(value or 0) for key, value in values.items()})
+
+
+def with_widths(sizes: dict[str, int]) -> dict[str, int]:
+    """Sizes with the widths of all queries (`wide`) and all keys (`narrow`), where the heads are among them."""
+    if "heads" not in sizes:
+        return sizes
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+    wide, narrow = (sizes[name] * sizes["head_dim"] for name in ("heads", "key_heads"))
+    return {**sizes, "wide": wide, "narrow": narrow}
+
+
+def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's own config, if we wrote the folder; else empty."""
+    return config.get(PROVENANCE, config.get("headstart", {})).get("head", {})
+
+
+def llama_keys(config: Mapping[str, Any], contract: Contract, *, model_type: str = "llama") -> None:
+    """Check the keys that both engines read of a Llama-like draft."""
+    contract.want(config, "model_type", model_type, f"both engines have the draft as a {model_type.capitalize()}")
+    for key, value in PORTABLE_OPTIONS.items():
+        contract.want(config, key, value, "engines would compute another layer")
+    contract.report(config.get("bias"), "bias: vLLM takes it for a bias of the attention")
+    default = "missing; engines would use a default that is not the target's"
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        contract.report(not config.get(key), f"{key}: {default}")
+    rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    thetas = [value for value in (config.get("rope_theta"), rope.get("rope_theta")) if value is not None]
+    contract.report(not thetas, f"rope_theta: {default}")
+    if len(set(thetas)) > 1:
+        contract.problems.append(f"rope_theta: {thetas[0]}, but rope_parameters.rope_theta {thetas[1]}")
+    kinds = [part.get("rope_type", part.get("type", "default")) for part in (rope, scaling)]
+    differs = rope and kinds[0] != kinds[1]
+    contract.report(differs, f"rope_scaling: of type {kinds[1]}, but rope_parameters of type {kinds[0]}")
+    why = "a plain layer has no such rotation; vLLM refuses it or rotates otherwise"
+    for key in ("mrope_section", "partial_rotary_factor"):
+        contract.report(key in rope or key in scaling or key in config, f"{key}: {why}")
+
+
+def vllm_window(config: Mapping[str, Any]) -> int | None:
+    """The window that vLLM reads, in tokens; None: it sees all positions."""
+    layer = config.get("transformer_layer_config") or config
+    return layer.get("sliding_window") if SLIDING in (layer.get("layer_types") or ()) else None
+
+
+def window_problems(config: Mapping[str, Any], *, in_sglang: str, to: str) -> list[str]:
+    """Problems of a config, for one engine or for those that read this layout. in_sglang: what SGLang does instead.
+
+    vLLM 0.33 reads `layer_types` and `sliding_window`, and lets all slots of a block see each other where `is_causal`
+    is false. Source: the code of both (llama.py, llama_eagle3.py, qwen3_dflash.py, flash_attn.py; dflash.py); 0.32 was
+    run with EAGLE-3 and DFlash (tests/vllm), SGLang was not.
+    """
+    layer, problems = config.get("transformer_layer_config") or config, list[str]()
+    kinds, window, read = layer.get("layer_types"), layer.get("sliding_window"), vllm_window(config)
+    num_layers = layer.get("num_hidden_layers")
+    if kinds not in (None, [FULL] * (num_layers or 0), [SLIDING] * (num_layers or 0)):
+        problems.append(f"layer_types: {kinds}: expected one kind, {FULL} or {SLIDING}, for all {num_layers} layers")
+    if SLIDING in (kinds or ()) and (type(window) is not int or window < 1):
+        problems.append(f"sliding_window: {window!r}: expected a number of tokens beside layers of {SLIDING}")
+    trained = trained_config(config)
+    if trained and trained.get("sliding_window") != read:
+        problems.append(f"sliding_window: {read}, but the head was trained with {trained.get('sliding_window')}")
+    if to == "sglang" and read is not None:
+        problems.append(f"sliding_window {read}: {in_sglang}")
+    return problems

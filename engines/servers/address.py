@@ -1,0 +1,124 @@
+"""A server that runs somewhere: its URL, the model that it serves, its key, and short questions to it."""
+
+import http.client
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+from ...base.errors import BadInput, first_line
+
+KEY_NAME = "HEADSTART_API_KEY"  # the variable of the environment that has a server's key; no option takes one
+T = TypeVar("T")
+SHORT = 60.0  # seconds for an answer that takes no decoding
+
+
+@dataclass(frozen=True)
+class Address:
+    """url: without a path behind /v1. model: the name by which it serves. key: never shown or stored."""
+
+    url: str
+    model: str = ""
+    key: str = ""
+
+    def __repr__(self) -> str:
+        return f"Address({self.url}, {self.model})"
+
+    @classmethod
+    def of(cls, url: str, *, where: str) -> "Address":
+        """Args: where: the option. Raises BadInput on another form of URL, or a key that no header can hold."""
+        key = os.environ.get(KEY_NAME, "").strip()
+        if not re.fullmatch(r"[!-~]*", key):
+            raise BadInput(f"{KEY_NAME}: has a line break or other invalid character in it")
+        try:
+            parts = urlsplit(url)
+            is_good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            raise BadInput(f"{where}: not a URL") from None
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise BadInput(f"{where}: a URL with a password or parameters; a key is read from {KEY_NAME}")
+        if not is_good:
+            raise BadInput(f"{where} {url!r}: expected a URL such as http://localhost:8000")
+        return cls(url.rstrip("/").removesuffix("/v1"), key=key)
+
+    @property
+    def parts(self) -> SplitResult:
+        return urlsplit(self.url)
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def hide(self, text: str) -> str:
+        """A server's words in one line, without the key if they repeat it."""
+        line = " ".join(text.split())[:300]
+        return line.replace(self.key, "***") if self.key else line
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body. Raises BadInput if nothing answers."""
+        return self._asked("GET", path)
+
+    def post(self, path: str, value: Any = None, *, seconds: float = SHORT) -> None:
+        """Raises BadInput if nothing answers within so long, or the answer is not 200."""
+        status, body = self._asked("POST", path, json.dumps(value), seconds=seconds)
+        if status != 200:
+            raise BadInput(f"{self.url}{path}: {status}: {self.hide(body.decode(errors='replace'))}")
+
+    def _asked(self, method: str, path: str, body: str | None = None, *, seconds: float = SHORT) -> tuple[int, bytes]:
+        parts = self.parts
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+        try:
+            headers = {"Content-Type": "application/json", **self.headers()}
+            connection.request(method, f"{parts.path}{path}", body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise BadInput(f"{self.url}: cannot be reached: {first_line(error)}") from error
+        finally:
+            connection.close()
+
+    def serving(self, model: str = "") -> "Address":
+        """With the name of its model. Args: model: the name that is wanted; empty: the only one that it has.
+
+        Raises: BadInput if it does not answer, refuses the key, or serves no such model."""
+        status, body = self.get("/v1/models")
+        if status in (401, 403):
+            raise BadInput(
+                f"{self.url}: {status}: it refuses the key in {KEY_NAME}" + ("" if self.key else ", none is set")
+            )
+        try:
+            names = [str(entry["id"]) for entry in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if status != 200 or not names:
+            raise BadInput(f"{self.url}: /v1/models answers {status}: no OpenAI-compatible server")
+        if model and model not in names:
+            raise BadInput(f"{self.url}: serves {', '.join(names[:5])}, not {model}")
+        return replace(self, model=model or names[0])
+
+    def read(self, path: str) -> str | None:
+        """The text at a path; None if there is none."""
+        status, body = self.get(path)
+        return body.decode(errors="replace") if status == 200 else None
+
+    def json(self, path: str) -> Any:
+        """The JSON at a path; None if there is none."""
+        text = self.read(path)
+        try:
+            return None if text is None else json.loads(text)
+        except ValueError:
+            return None
+
+
+def first_answer(addresses: Sequence[Address], ask: Callable[[Address], T]) -> T:
+    """What the first of some servers says that does not fail. Raises BadInput, as each of them, if all do."""
+    problems = list[str]()
+    for address in addresses:
+        try:
+            return ask(address)
+        except BadInput as error:
+            problems.append(str(error))
+    raise BadInput("; ".join(problems))

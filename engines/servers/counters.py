@@ -1,0 +1,66 @@
+"""What a server has counted since its start: rounds, tokens drafted, tokens accepted, by draft position."""
+
+import re
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*?)\})?\s+([-+\d.eE]+)", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Counters:
+    """num_rounds: verifications, one per request and forward. accepted_at: by draft position; empty: not counted so."""
+
+    num_rounds: int = 0
+    num_drafted: int | None = None
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def __sub__(self, before: "Counters") -> "Counters":
+        drafted = (
+            None
+            if None in (self.num_drafted, before.num_drafted)
+            else (self.num_drafted or 0) - (before.num_drafted or 0)
+        )
+        at = [now - then for now, then in zip_longest(self.accepted_at, before.accepted_at, fillvalue=0)]
+        return Counters(self.num_rounds - before.num_rounds, drafted, self.num_accepted - before.num_accepted, at)
+
+    def __add__(self, other: "Counters") -> "Counters":
+        drafted = (
+            None
+            if None in (self.num_drafted, other.num_drafted)
+            else (self.num_drafted or 0) + (other.num_drafted or 0)
+        )
+        at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
+        return Counters(self.num_rounds + other.num_rounds, drafted, self.num_accepted + other.num_accepted, at)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can be a difference of counts: a server that was started anew counts from 0."""
+        return min(self.num_rounds, self.num_accepted, *self.accepted_at, 0) >= 0
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per forward of the target, bonus token included; None: no round was counted."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else None
+
+    @property
+    def acceptance_rate(self) -> list[float | None]:
+        """By draft position: accepted, given that all before it were."""
+        reached = [self.num_rounds, *self.accepted_at]
+        return [now / then if then else None for now, then in zip(self.accepted_at, reached, strict=False)]
+
+
+def samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """Names, labels and values in Prometheus's text format. A counter's name may end in _total: it is left out."""
+    return [
+        (name.removesuffix("_total"), dict(LABEL.findall(labels)), float(value))
+        for name, labels, value in SAMPLE.findall(text)
+    ]
+
+
+def total(found: list[tuple[str, dict[str, str], float]], name: str) -> int | None:
+    """The sum of a counter over its labels; None: there is no such counter."""
+    values = [value for other, _, value in found if other == name]
+    return int(sum(values)) if values else None

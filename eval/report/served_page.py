@@ -1,0 +1,279 @@
+"""The report of a measurement in servers: report.json, report.html, and the sentence that stands first in them."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...base.errors import BadInput
+from ...base.files import write_json, write_text
+from ...base.jsonl import loads
+from ...base.typed import read_json
+from ...engines.servers.table import SERVER_ENGINES
+from ..figures.environment import device_name
+from ..figures.metrics import LEAST_TIMED
+from ..served.figures import Percentiles
+from ..served.result import ServedResult
+from .charts import Series, line_chart
+from .page import page_template
+from .results.document import SCHEMA_VERSION, short_name
+from .results.drafter_words import served_words
+from .results.one_result import grouped
+from .sections import Figure, Section
+
+
+@dataclass(frozen=True)
+class ServedReport:
+    """environment: of this machine, which asked; the servers may be elsewhere."""
+
+    target: str
+    environment: dict[str, Any]
+    results: list[ServedResult]
+
+    @classmethod
+    def of(cls, target: str, results: list[ServedResult]) -> "ServedReport":
+        device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        told = {"headstart": __version__, "device": device, "num_cpus": os.cpu_count(), "platform": platform.platform()}
+        return cls(target, told, results)
+
+    def to_json(self) -> dict[str, Any]:
+        served = [asdict(result) for result in self.results]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "environment": self.environment,
+            "target": self.target,
+            "served": served,
+        }
+
+
+def read_served(path: Path) -> ServedReport:
+    """report.json of a measurement in servers. Raises BadInput if the file is none of this schema version."""
+    try:
+        document = loads(path.read_text())
+        version, results = document["schema_version"], document["served"]
+        target, environment = document["target"], document["environment"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: no report of a server: {type(error).__name__} {error}") from error
+    if version != SCHEMA_VERSION or not isinstance(results, list):
+        raise BadInput(f"{path}: schema_version {version}, expected {SCHEMA_VERSION} and a list of results")
+    typed = [read_json(ServedResult, entry, where=f"{path}: served.{i}") for i, entry in enumerate(results)]
+    return ServedReport(target, environment, typed)
+
+
+def sentences(results: Sequence[ServedResult]) -> list[str]:
+    """One for each way of drafting: what to do at which load."""
+    found = []
+    for drafter, same in grouped(results, lambda result: result.drafter).items():
+        title = SERVER_ENGINES[same[0].engine].title
+        beside = "" if same[0].is_beside_none else f", beside {served_words(same[0].baseline_drafter)}"
+        found.append(f"{title} with {served_words(drafter)}{beside}: {'; '.join(map(verdict, same))}.")
+    return found
+
+
+def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
+    """vLLM's `num_speculative_tokens_per_batch_size`: [first, last, K] as measured at each concurrency, up to
+    the next one; K is 0 where no interval proves a gain. Of the drafter with the best figure: a server has one."""
+    known = [result for result in results if len(result.order) >= 2 * LEAST_TIMED or result.load.is_single]
+    closed = [result for result in known if result.load.rate is None and result.num_draft_tokens]
+    proved = [result for result in closed if result.pays]
+    if not proved:
+        return []
+    best = max(proved, key=lambda result: result.speedup or 0.0).drafter.partition(" at K ")[0]
+    same = [result for result in closed if result.drafter.partition(" at K ")[0] == best]
+    sizes = sorted({result.load.concurrency for result in same})
+    ranges: list[list[int]] = []
+    for size, following in zip(sizes, [*sizes[1:], sizes[-1] + 1], strict=True):
+        here = [result for result in same if result.load.concurrency == size and result.pays]
+        chosen = max(here, key=lambda result: result.speedup or 0.0).num_draft_tokens if here else 0
+        if ranges and ranges[-1][2] == chosen:
+            ranges[-1][1] = following - 1
+        else:
+            ranges.append([size if ranges else 1, following - 1, chosen or 0])
+    return ranges
+
+
+def schedule_line(results: Sequence[ServedResult]) -> str:
+    """What vLLM is told of it; empty where nothing pays, or one K pays everywhere."""
+    is_whole = results[0].engine == "vllm" and results[0].is_beside_none
+    ranges = measured_schedule(results) if is_whole else []
+    if len(ranges) < 2:
+        return ""
+    keys = {"num_speculative_tokens": max(part[2] for part in ranges), "num_speculative_tokens_per_batch_size": ranges}
+    return f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}"
+
+
+def verdict(result: ServedResult) -> str:
+    """Says in words what was found under one load."""
+    low, high = result.speedup_ci95
+    if result.speedup is None:
+        return f"{result.load.name}: nothing was measured"
+    if low is None or high is None:
+        return f"{result.load.name}: {result.speedup:.2f} times as fast, too few answers for an interval"
+    figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
+    off = ", leave drafts off" if result.is_beside_none else ", slower"
+    advice = "" if low > 1 else off if high < 1 else ", which proves no difference"
+    return f"{result.load.name}: {figures}{advice}"
+
+
+def write_served(folder: Path, report: ServedReport, *, command: str = "headstart eval") -> Path:
+    """Write report.json and report.html; returns the page's path. Args: command: that measured, for the heading."""
+    write_json(folder / "report.json", report.to_json())
+    return write_text(folder / "report.html", render_served(report, command))
+
+
+def render_served(report: ServedReport, command: str) -> str:
+    """The page. No script is in it, and nothing is fetched."""
+    results = report.results
+    return page_template("served.html.j2").render(
+        command=command,
+        target=short_name(report.target),
+        environment=report.environment,
+        sentences=sentences(results),
+        pays=any(result.pays for result in results),
+        schedule=schedule_line(results),
+        cautions=cautions(results),
+        sections=[load_section(results), latency_section(results), client_section(results)],
+    )
+
+
+def load_section(results: Sequence[ServedResult]) -> Section:
+    section = Section("served")
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for result in results:
+        for name, side in ((result.baseline_drafter, result.baseline), (result.drafter, result.drafted)):
+            if side.user_tokens_per_second and side.tokens_per_second:
+                at = lines.setdefault(served_words(name), {}).setdefault(result.load.name, [])
+                at.append((side.user_tokens_per_second, side.tokens_per_second))
+    if lines:
+        caption = "Output tokens per second of the machine, over those of one user; a point is a load."
+        series = [Series(name, sorted(map(mean_point, loads.values()))) for name, loads in lines.items()]
+        section.figures.append(Figure(caption, line_chart(caption, series, axis="tokens per second of one user")))
+    rows = []
+    for result in results:
+        low, high = result.speedup_ci95
+        ends = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+        accepted = result.acceptance
+        rates = (
+            "-"
+            if accepted is None
+            else " ".join("-" if rate is None else f"{rate:.2f}" for rate in accepted.acceptance_rate)
+        )
+        rows.append([
+            served_words(result.drafter), result.load.name, shown(result.speedup) + ends,
+            both(result.baseline.tokens_per_second, result.drafted.tokens_per_second),
+            both(result.baseline.user_tokens_per_second, result.drafted.user_tokens_per_second),
+            shown(accepted and accepted.acceptance_length), rates or "-", text_words(result),
+        ])  # fmt: skip
+    columns = [
+        "drafts",
+        "load",
+        "speedup [95 %]",
+        "tokens/s",
+        "tokens/s per user",
+        "length",
+        "rate by position",
+        "texts",
+    ]
+    return section.add_table("Baseline -> with these drafts", columns, rows)
+
+
+def mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of one side under one load: a baseline is measured beside each way of drafting."""
+    return fmean(x for x, _ in points), fmean(y for _, y in points)
+
+
+def latency_section(results: Sequence[ServedResult]) -> Section:
+    rows = [
+        [
+            served_words(result.drafter),
+            result.load.name,
+            name,
+            percentiles(side.ttft_ms),
+            percentiles(side.tpot_ms),
+            shown(side.goodput),
+        ]
+        for result in results
+        for name, side in (("baseline", result.baseline), ("with drafts", result.drafted))
+    ]
+    columns = ["drafts", "load", "side", "first token, ms", "per further token, ms", "goodput, questions/s"]
+    return Section("latency").add_table("p50, p90, p99", columns, rows, 3)
+
+
+def client_section(results: Sequence[ServedResult]) -> Section:
+    rows = [
+        [served_words(result.drafter), result.load.name, name, str(side.num_answers), str(side.num_failed),
+         str(side.num_repeated), percentiles(side.client_late_ms), f"{side.client_cpu:.0%}"]
+        for result in results
+        for name, side in (("baseline", result.baseline), ("with drafts", result.drafted))
+    ]  # fmt: skip
+    columns = ["drafts", "load", "side", "answers", "failed", "repeated", "client late, ms", "client's core"]
+    section = Section("client").add_table("Our own client", columns, rows, 3)
+    for result in results[:1]:
+        named = zip(map(served_words, (result.baseline_drafter, result.drafter)), result.commands, strict=True)
+        section.add_table("Servers", ["side", "command or address"], [list(pair) for pair in named], 2)
+    return section
+
+
+def cautions(results: Sequence[ServedResult]) -> list[str]:
+    """What a reader must know beside the figures."""
+    found = []
+    for result in results:
+        where = f"{served_words(result.drafter)}, {result.load.name}"
+        if result.prompts.other:
+            others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
+            found.append(f"{where}: {others} are other ids in the server than by the target's template here")
+        found += [f"{where}: {doubt}" for doubt in result.doubts]
+        if result.engine == "openai":
+            found.append(f"{where}: every block asks the same prompts; a prefix cache that the server has knows them")
+        if result.is_flattered:
+            found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
+        if result.acceptance is None:
+            found.append(f"{where}: the server has no counters of drafts, so the acceptance is not known")
+        if result.texts and result.texts.num_wrong:
+            found.append(f"{where}: {result.texts.num_wrong} texts are not the target's own, and not by rounding")
+        if result.texts and result.texts.not_proved:
+            found.append(f"{where}: {result.texts.not_proved} texts differ and were not held against the target")
+        if result.failed:
+            first = result.failed[0]
+            found.append(f"{where}: {len(result.failed)} questions failed, {first.row} first: {first.reason}")
+        if repeated := result.baseline.num_repeated + result.drafted.num_repeated:
+            found.append(f"{where}: {repeated} questions had to be repeated; the waits are in their times")
+        if not result.at_once:
+            found.append(f"{where}: one server at a time, in the order {result.order}")
+    return list(dict.fromkeys(found))
+
+
+def show_served(report: ServedReport, page: Path) -> None:
+    """Print the sentences and cautions."""
+    from ...base.terminal import PlainConsole
+
+    console = PlainConsole()
+    for line in [*sentences(report.results), *filter(None, [schedule_line(report.results)]), *cautions(report.results)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {page.with_name('report.json')}, as a page to {page}", soft_wrap=True)
+
+
+def text_words(result: ServedResult) -> str:
+    if result.texts is None:
+        return "sampled"
+    checked = result.texts.report
+    return f"{checked.identical} of {checked.checked} equal" + (f", {checked.proved} proved" if checked.proved else "")
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def both(before: float | None, after: float | None) -> str:
+    return f"{shown(before)} -> {shown(after)}"
+
+
+def percentiles(values: Percentiles) -> str:
+    return " / ".join("-" if value is None else f"{value:.1f}" for value in (values.p50, values.p90, values.p99))

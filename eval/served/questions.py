@@ -1,0 +1,105 @@
+"""What servers are asked: rows of prompt files, passed on as they are, and the ids that our template makes of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import BadInput
+from ...base.jsonl import iter_jsonl
+from ...targets.chat.messages import for_api
+from ...targets.chat.prompts import chat_prompt_ids, plain_prompt
+from ...targets.chat.rows import VARIABLES, chat_of, is_chat, tools_in
+from ..suites.prompts import ChatOptions
+
+TURN = ", turn "  # between a row and the number of a recorded turn
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+PASSED_ON = ("response_format", "tool_choice", "model", "structured_outputs", "guided_json", "logit_bias", "stop")
+
+
+@dataclass(frozen=True)
+class Question:
+    """row: `FILE:LINE`. path: of the server's API. ids: the prompt by our tokenizer and template; None: not known, as
+    of one with images."""
+
+    row: str
+    path: str
+    body: Mapping[str, Any]
+    ids: list[int] | None
+
+
+def origins_of(questions: Sequence[Question]) -> list[str]:
+    """By question: the row that it comes from. Turns of one chat have one, and so have rows that ask the same."""
+    first = dict[str, str]()
+    return [
+        first.setdefault(json.dumps([one.path, one.body], sort_keys=True), one.row.partition(TURN)[0])
+        for one in questions
+    ]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All rows of some files. num_turns_left: questions behind the first of a chat, which are not asked."""
+
+    asked: Sequence[Question]
+    num_turns_left: int = 0
+
+    @classmethod
+    def read(cls, paths: Sequence[str], tokenizer: Any, *, limit: int | None, chat: ChatOptions) -> "Questions":
+        """Args: tokenizer: the target's; None: there is none here. limit: rows of each file. Raises BadInput."""
+        asked, left = list[Question](), 0
+        for path in paths:
+            rows = [(f"{Path(path).name}:{line}", row) for line, row in iter_jsonl(path)][:limit]
+            if not rows:
+                raise BadInput(f"{path}: no row is in the file")
+            asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
+            left += sum(max(0, len(row.get("turns") or []) - 1) for _, row in rows)
+        return cls(asked, left)
+
+
+def questions_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatOptions) -> list[Question]:
+    """A row's first question, or where turns are recorded one for each of them, behind what was recorded before it.
+    Raises BadInput if the row is malformed."""
+    if not chat.has_recorded_turns or not is_chat(row) or has_parts(row):
+        return [question_of(row, origin, tokenizer, chat)]
+    script = chat.script(chat_of(row, origin, defaults=chat.variables), origin)
+    asked = [[message for message in script[:at] if message] for at, one in enumerate(script) if one is None]
+    rest = {key: value for key, value in row.items() if key not in ("messages", "conversations", "system")}
+    return [
+        question_of({**rest, "messages": messages}, f"{origin}{TURN}{number}", tokenizer, chat)
+        for number, messages in enumerate(asked, start=1)
+    ]
+
+
+def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatOptions) -> Question:
+    """Raises BadInput if the row is malformed."""
+    passed = {key: row[key] for key in PASSED_ON if row.get(key) is not None}
+    if not is_chat(row):
+        ids = row.get("input_ids") or (None if tokenizer is None else tokenizer(plain_prompt(row, origin))["input_ids"])
+        return Question(origin, PLAIN, {"prompt": ids or plain_prompt(row, origin), **passed}, ids)
+    row = chat.of_row(dict(row))
+    tools, ids = tools_in(row, origin), None
+    if has_parts(row):  # images and other parts: as they are
+        messages = [*row["messages"]]
+        if row.get("system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        variables = {**chat.variables, **(row.get(VARIABLES) or {})}
+    else:
+        whole = chat_of(row, origin, defaults=chat.variables)
+        messages, variables = [for_api(message) for message in whole.question], dict(whole.variables)
+        if tokenizer is not None and tokenizer.chat_template:
+            ids = chat_prompt_ids(whole, tokenizer, origin=origin)
+    body: dict[str, Any] = {"messages": messages, **passed}
+    body |= {"tools": tools} if tools else {}
+    body |= {VARIABLES: variables} if variables else {}
+    return Question(origin, CHAT, body, ids)
+
+
+def has_parts(row: Mapping[str, Any]) -> bool:
+    """Whether a message has parts that are not text."""
+    contents = [message.get("content") for message in row.get("messages") or [] if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)

@@ -1,0 +1,82 @@
+"""What a measurement in servers gives: the typed entries of report.json's `served`, as report_schema.md has them."""
+
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from ...engines.servers.llama_server import LOOKUP_SUFFIX
+from ...engines.servers.table import SERVER_ENGINES
+from ..figures.metrics import Ends
+from ..suites.prompts import FailedPrompt
+from .figures import SideFigures, Slo
+from .load import Load
+from .texts import PromptCheck, TextCheck
+
+WITHOUT = "without drafts"  # of a baseline
+
+
+@dataclass(frozen=True)
+class ServerAcceptance:
+    """From the differences of the server's own counters over the blocks with drafts. acceptance_rate: by draft
+    position; empty where the server does not count so."""
+
+    acceptance_length: float | None
+    acceptance_rate: list[float | None] = field(default_factory=list)
+    num_rounds: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class ServedResult:
+    """One way of drafting under one load, beside the same server without drafts.
+
+    order: of the blocks; A is without drafts. at_once: both servers were up, else one at a time. acceptance: None: the
+    server has no counters, or was started anew meanwhile."""
+
+    engine: str
+    drafter: str
+    num_draft_tokens: int | None
+    load: Load
+    max_new_tokens: int
+    temperature: float
+    num_questions: int
+    order: str
+    at_once: bool
+    speedup: float | None
+    speedup_ci95: Ends
+    baseline: SideFigures
+    drafted: SideFigures
+    acceptance: ServerAcceptance | None
+    prompts: PromptCheck
+    texts: TextCheck | None  # None: sampled
+    failed: list[FailedPrompt] = field(default_factory=list)
+    slo: Slo | None = None
+    commands: list[str] = field(default_factory=list)  # of both servers, or their addresses
+    baseline_drafter: str = WITHOUT  # what the baseline drafts with instead
+    doubts: list[str] = field(default_factory=list)  # whether the two servers differ by their drafts alone
+
+    @property
+    def is_flattered(self) -> bool:
+        """Whether its look-ups found earlier answers to these very prompts."""
+        looks_up = self.drafter.startswith("ngram") or LOOKUP_SUFFIX in self.drafter
+        return looks_up and SERVER_ENGINES[self.engine].remembers
+
+    @property
+    def is_beside_none(self) -> bool:
+        """Whether the baseline drafts nothing."""
+        return self.baseline_drafter == WITHOUT
+
+    @property
+    def pays(self) -> bool:
+        """Whether the interval proves that it is faster with drafts."""
+        low = self.speedup_ci95[0]
+        return low is not None and low > 1
+
+
+def lower_end_among(result: ServedResult, num_results: int) -> float:
+    """The lower end of its interval, where it was chosen for that end among so many results: each then has to hold in
+    all but a share 0.05 / num_results (Bonferroni), as if errors were normal. 0 if it has no interval."""
+    low, normal = result.speedup_ci95[0], NormalDist()
+    if low is None or not result.speedup:
+        return 0.0
+    wider = normal.inv_cdf(1 - 0.025 / num_results) / normal.inv_cdf(0.975)
+    return result.speedup * (low / result.speedup) ** wider

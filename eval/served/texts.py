@@ -1,0 +1,96 @@
+"""Are the prompts ours, and the texts with drafts those without? What differs is held against our own forward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...targets.target import Target
+from ..proof.lossless import LosslessReport, compare_texts
+from ..proof.own_forward import first_not_own
+from .figures import Record
+from .questions import Question
+
+MOST_PROVED = 40  # texts that differ, held against our forward; each takes a forward over its whole length
+Told = tuple[list[int] | None, str]  # a text as its ids, where the server gives them, and as characters
+
+
+@dataclass(frozen=True)
+class PromptCheck:
+    """By question: the server's prompt ids are ours, are others, or are not known (it gives none, or we have none).
+    first_other: the row of the first that is another."""
+
+    same: int = 0
+    other: int = 0
+    unknown: int = 0
+    first_other: str = ""
+
+    @classmethod
+    def of(cls, questions: Sequence[Question], theirs: Mapping[int, list[int] | None]) -> "PromptCheck":
+        same, other, unknown = [], [], 0
+        for number, ids in theirs.items():
+            ours = questions[number].ids
+            if ids is None or ours is None:
+                unknown += 1
+            else:
+                (same if ids == ours else other).append(number)
+        return cls(len(same), len(other), unknown, questions[other[0]].row if other else "")
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """Greedy texts with drafts beside those without: each different text of each question, in all blocks. by_ids: of
+    those compared, how many by token ids; the others by characters. not_proved: differ, and were not held against the
+    target, which could not be loaded here."""
+
+    report: LosslessReport
+    by_ids: int
+    not_proved: int
+
+    @property
+    def num_wrong(self) -> int:
+        """Texts that are not the target's own, and do not differ by rounding."""
+        return self.report.unexplained - self.not_proved
+
+
+def texts_in(records: Sequence[Record]) -> dict[int, list[Told]]:
+    """The different texts of each question, in the order in which they came."""
+    found: dict[int, list[Told]] = {}
+    for record in records:
+        for number, texts in record["texts"].items():
+            told = found.setdefault(int(number), [])
+            told += [(ids, text) for ids, text in texts if (ids, text) not in told]
+    return found
+
+
+def check_texts(
+    questions: Sequence[Question],
+    baseline: Sequence[Record],
+    drafted: Sequence[Record],
+    prompts: Mapping[int, list[int] | None],
+    load_target: Callable[[], Target | None],
+) -> TextCheck:
+    """Args: prompts: by question, the ids that the server read, where it gives them. load_target: called where a text
+    differs; None: it cannot be loaded here."""
+    plain, whole, by_ids, not_proved = texts_in(baseline), LosslessReport(), 0, 0
+    for number, told in ((number, told) for number, texts in texts_in(drafted).items() for told in texts):
+        if number not in plain:
+            continue
+        (ids, text), (other_ids, other_text) = told, told if told in plain[number] else plain[number][0]
+        known, prompt = ids is not None and other_ids is not None, prompts.get(number) or questions[number].ids
+        ours, theirs = (ids, other_ids) if known else (list(text.encode()), list(other_text.encode()))
+        assert ours is not None and theirs is not None
+        by_ids += known
+        target = (
+            load_target()
+            if ours != theirs and known and prompt and whole.checked - whole.identical < MOST_PROVED
+            else None
+        )
+        not_proved += ours != theirs and target is None
+
+        def prove(
+            target: Any = target, prompt: Any = prompt, ours: list[int] = ours, theirs: list[int] = theirs
+        ) -> list[int | None]:
+            return [0 if target is None else first_not_own(target, prompt, ours, baseline=theirs)]
+
+        whole += compare_texts([theirs], [ours], prove, numbers=[number])
+    return TextCheck(whole, by_ids, not_proved)

@@ -1,0 +1,29 @@
+"""Options of several commands: what runs the target, `EngineSetting`, as the section `engine` of configs; a window."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from ...base.errors import BadInput
+
+if TYPE_CHECKING:
+    from ...engines.servers.setting import EngineSetting
+
+ENGINE = partial(Option, rich_help_panel="Engine")  # in this panel of the help
+
+EngineName = Annotated[str, ENGINE(help="What runs the target: headstart, this process; else a server, such as vllm.")]
+EnginePython = Annotated[str, ENGINE(help="A Python with that engine; default: this one.")]
+WINDOW_HELP = "N or N:SINK: heads trained without a window read the last N positions, and the first SINK."
+DraftWindowText = Annotated[str, Option(help=WINDOW_HELP)]
+EngineArgs = Annotated[str, ENGINE(help="More flags for the server, e.g. '--max-model-len 4096'.")]
+
+
+def engine_of(name: str, python: str, args: str, server: str = "", *, known: tuple[str, ...]) -> "EngineSetting":
+    """The options as one setting. Args: known: names that the command takes. Raises: BadInput."""
+    from ...engines.servers.setting import EngineSetting
+
+    try:
+        return EngineSetting(name=name, python=python, args=args, server=server).check_name(*known)
+    except BadInput as error:
+        raise BadInput(f"--engine: {error}") from error

@@ -1,0 +1,206 @@
+"""Unattended runs in the engine's own server: it is tried before training, and measures heads when they are trained;
+what it does in between is in `target_server`.
+
+What it does not do is done by our own engine, and the run says so in a line.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import BadInput
+from ...engines.servers.table import SERVER_ENGINES
+from ...eval.figures.metrics import LEAST_TIMED
+from ...eval.plan.budget import SAFETY
+from ...eval.report.results.drafter_words import served_words
+from ...eval.report.served_page import read_served, schedule_line, sentences
+from ...eval.served.load import Load
+from ...eval.served.result import ServedResult, lower_end_among
+from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
+from .running.journal import Decision, Serving
+from .running.session import Session, Settings
+
+TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
+LOOKUP = "ngram"  # the drafter that a server has by itself
+REPEATS = 2  # of a measurement: four pairs of blocks, the fewest that give an interval over blocks
+STARTING = 0.5  # upper limit: share of the time for answers until the server is ready, and has answered the least
+NO_GAIN = "Do not deploy: no measured setting is proved to be faster in the server"
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """What a measurement in the server asks: each drafter has servers of its own. seconds: expected."""
+
+    num_drafters: int
+    num_prompts: int
+    seconds: float
+
+
+def engine_words(settings: Settings) -> list[str]:
+    """What `headstart eval` is told of the server."""
+    return [*settings.engine.flags(), *(word for size in settings.concurrency for word in ("--concurrency", str(size)))]
+
+
+def why_not(settings: Settings) -> str:
+    """Why no server of the engine is started here; empty: it may be."""
+    engine = SERVER_ENGINES.get(settings.engine.name)
+    if engine is None or not engine.can_start:
+        return f"no server of {settings.engine.name} is started here"
+    package = importlib.util.find_spec(engine.name)  # without an origin: a folder of that name alone
+    if not settings.engine.python and (package is None or package.origin is None):
+        return f"{engine.title} is not in this Python; --engine-python names one that has it"
+    return ""
+
+
+def try_server(run: Session[Any, Any], *, most: int) -> Serving:
+    """Starts the engine's server, with look-ups and without, and asks it a little.
+
+    Args: most: tokens of an answer, when heads are measured. Raises: SystemExit after a signal to stop."""
+    if problem := why_not(run.settings):
+        run.say(f"{problem}: decided by our own engine")
+        return Serving(problem)
+    title, started = SERVER_ENGINES[run.settings.engine.name].title, run.clock.used
+    asked = ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
+    until = started + TRIAL * run.settings.budget
+    what = f"trying {title}'s server"
+    report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", until=until)
+    if problem:
+        return Serving(problem)
+    results = read_served(Path(report)).results
+    sides = [side for one in results for side in (one.baseline, one.drafted)]
+    asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
+    serving = Serving(
+        start_seconds=round(max(run.clock.used - started - asking, 0.0) / 2, 1),  # it was started twice
+        tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
+    )
+    least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
+    if least <= SERVED_EVALUATION * run.settings.budget:
+        return serving
+    late = f"measuring in it takes {clock_text(least)} at least, more than {SERVED_EVALUATION:.0%} of the budget"
+    run.say(f"{late}: decided by our own engine")
+    return replace(serving, problem=late)
+
+
+def served_rate(serving: Serving) -> float:
+    """Tokens per second of the server at the load where it has most."""
+    return max(*serving.tokens_per_second, 1e-3)
+
+
+def measure_in_server(
+    run: Session[Any, Any], serving: Serving, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
+) -> str:
+    """The path of report.json; empty where it failed, which the journal then says.
+
+    Args: drafters: as --drafter takes them. asked: which of the held-out rows, and how. seconds: expected."""
+    what = f"measuring in {SERVER_ENGINES[run.settings.engine.name].title} on held-out prompts"
+    report, problem = served_report(run, what, drafters, asked, name="eval_served", seconds=seconds)
+    if problem:
+        run.journal.serving = replace(serving, problem=problem)
+    return report
+
+
+def served_report(
+    run: Session[Any, Any],
+    what: str,
+    drafters: Sequence[str],
+    asked: Sequence[str],
+    *,
+    name: str,
+    seconds: float | None = None,
+    until: float | None = None,
+) -> tuple[str, str]:
+    """The path of report.json of a measurement of held-out rows in the server, or why there is none."""
+    output, settings = run.folder / name, run.settings
+    arguments = ["eval", *engine_words(settings), "--target", settings.target]
+    arguments += ["--adapter", settings.adapter] if settings.adapter else []
+    arguments += [word for drafter in drafters for word in ("--drafter", drafter)]
+    arguments += ["--prompts", str(run.data / "held_out.jsonl"), "--repeats", str(REPEATS)]
+    try:
+        arguments += [*asked, "--output", str(output)]
+        record = run.step(what, arguments, name=name, seconds=seconds, until=until)
+        late = f"it had no answer in the {TRIAL:.0%} of the budget that are for trying it"
+        problem = late if record.stopped else f"it could not be measured: {record.last_line}"
+    except BadInput as error:
+        problem = str(error)
+    report = output / "report.json"
+    if report.exists():
+        return str(report), ""
+    run.say(f"{problem}: decided by our own engine")
+    return "", problem
+
+
+def server_of(run: Session[Any, Any]) -> Serving | None:
+    """The engine's server, as tried; None: our own engine measures."""
+    serving = run.journal.serving
+    return None if serving is None or serving.problem else serving
+
+
+def served_seconds(run: Session[Any, Any], serving: Serving, *, num_prompts: int, most: int) -> float:
+    """Estimated seconds of a measurement of one drafter in the server, which is started twice. Args: most: tokens of an
+    answer."""
+    seconds = 2 * serving.start_seconds
+    for size, speed in zip(run.settings.concurrency, serving.tokens_per_second, strict=True):
+        tokens = len(Load(size).numbers(num_prompts)) * most
+        seconds += 4 * REPEATS * tokens / max(speed, 1e-3)
+    return seconds
+
+
+def plan_served(
+    run: Session[Any, Any], serving: Serving, *, num_drafters: int, most: int, held_out: int, seconds: float
+) -> ServedPlan:
+    """The measurement there is time for: of fewer prompts, and if need be of one drafter; LEAST_TIMED prompts at least.
+
+    Args: num_drafters, held_out: of drafters and prompts, at most. most: tokens of an answer."""
+    least, plans = min(LEAST_TIMED, held_out), list[ServedPlan]()
+    for drafters in dict.fromkeys((num_drafters, 1)):
+        for num_prompts in range(held_out, least - 1, -1):
+            timed = drafters * served_seconds(run, serving, num_prompts=num_prompts, most=most)
+            plans.append(ServedPlan(drafters, num_prompts, timed))
+    return next((plan for plan in plans if plan.seconds <= seconds * SAFETY), plans[-1])
+
+
+def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult | None]:
+    """Decides by what the server did, and the result to deploy. Args: lookup: the `drafter` of a decision for look-ups.
+
+    Of drafters with a proved gain at some load and no text that is not the target's own, it takes the one with the
+    highest lower end."""
+    results = read_served(Path(report)).results
+    said = sentences(results)
+    right = [one for one in results if one.texts is None or not one.texts.num_wrong]
+    paying = [one for one in right if lower_end_among(one, len(results)) > 1 and not one.is_flattered]
+    cautions = [
+        f"Texts of {served_words(one.drafter)} are not the target's own." for one in results if one not in right
+    ]
+    if not paying:
+        return Decision(False, NO_GAIN, said, cautions), None
+    best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
+    same = [one for one in results if one.drafter == best.drafter]
+    if slower := [one.load.name for one in same if (one.speedup_ci95[1] or 1.0) < 1]:
+        cautions.append(f"Slower at {', '.join(slower)}: leave drafts off there.")
+    if off := [one.load.name for one in same if not one.pays and one.load.name not in slower]:
+        cautions.append(f"Not shown to be faster at {', '.join(off)}.")
+    if schedule := schedule_line(same):
+        cautions.append(schedule)
+    if len(results) > 1:
+        low = lower_end_among(best, len(results))
+        cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")
+    title, (name, _, length) = SERVER_ENGINES[best.engine].title, best.drafter.rpartition(" at K ")
+    decision = Decision(
+        deploy=True,
+        headline=f"Deploy {'look-ups' if name == LOOKUP else 'the head'}, K {length}, in {title}",
+        reasons=[*said, "These are the server's own answers, asked with drafts and without in turns."],
+        cautions=cautions,
+        drafter=lookup if name == LOOKUP else name,
+        speedup=best.speedup,
+        speedup_ci95=list(best.speedup_ci95),
+    )
+    return decision, best
+
+
+def without_server(decision: Decision, serving: Serving | None, engine: str) -> Decision:
+    """A decision by our own engine for another one, which says so first among its cautions."""
+    why = "" if serving is None else f", since {serving.problem}"
+    caution = f"Decided by our own engine{why}: in {engine} the figures will differ."
+    return replace(decision, cautions=[caution, *decision.cautions])

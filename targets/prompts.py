@@ -1,0 +1,57 @@
+"""Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .caches.cache import SlotCache
+from .caches.state_cache import StateCache
+from .layers.target_output import TargetOutput
+
+
+def read_prompts(
+    target: Any,
+    tokens: Tensor,
+    num_valid: Tensor,
+    cache: SlotCache,
+    *,
+    num_kept: int = 0,
+    feature_layers: tuple[int, ...] = (),
+) -> TargetOutput:
+    """Read right-padded prompts [B, T] of num_valid [B] tokens; returns the states there, [B, T, ...].
+
+    Args: target: a `Target`. num_kept: tokens of each that the cache has; 0 with a `StateCache`. feature_layers: as in
+        `Target.forward`.
+    """
+    if not isinstance(cache, StateCache):
+        return read_in_chunks(target, tokens, cache, num_kept=num_kept, feature_layers=feature_layers)
+    outputs = []
+    for row, length in enumerate(num_valid.tolist()):
+        alone = cache if cache.num_rows == 1 else cache.row_reader()
+        with alone.prompts():
+            outputs.append(read_in_chunks(target, tokens[row : row + 1, :length], alone, feature_layers=feature_layers))
+        if length > 0 and alone is not cache:
+            cache.take_row(row, alone, 0)
+    return TargetOutput.padded(outputs, tokens.shape[1])
+
+
+def read_in_chunks(
+    target: Any,
+    tokens: Tensor,
+    cache: SlotCache,
+    *,
+    num_kept: int = 0,
+    feature_layers: tuple[int, ...] = (),
+) -> TargetOutput:
+    """Read tokens [B, T], maybe none, of prompts behind `num_kept` ones; returns the states of these."""
+    nothing = torch.empty(len(tokens), 0, target.hidden_size, dtype=target.dtype, device=tokens.device)
+    outputs, start = [TargetOutput(nothing[:, :, None].expand(-1, -1, len(feature_layers), -1), nothing)], num_kept
+    for chunk in tokens[:, num_kept:].split(target.prompt_chunk, 1) if tokens.shape[1] > num_kept else ():
+        extent = start + chunk.shape[1]
+        positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
+        read = partial(target.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)
+        outputs.append(read(chunk))
+        start = extent
+    return TargetOutput.joined(outputs)

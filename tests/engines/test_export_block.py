@@ -1,0 +1,239 @@
+"""Block drafters in engines' layouts: every flag is written, heads come back the same, and a wrong flag is found."""
+
+import json
+import re
+
+import pytest
+import torch
+from headstart.base.errors import BadInput
+from headstart.engines.check import check_folder
+from headstart.engines.export import export_head, serve_commands
+from headstart.engines.heads import load_head
+from safetensors.torch import load_file, save_file
+
+DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
+DFLASH2 = {**DFLASH, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
+LILICORR = {**DFLASH, "selector_rank": 6, "selector_top_k": 4, "lattice_layers": 2}
+KINDS = {
+    "dspark": {},
+    "dspark, fill-in": {"sample_from_anchor": False},
+    "dspark, confidence": {"confidence": True},
+    "dspark, cut": {"draft_vocab_size": 24, "output": "own"},
+    "dflash": DFLASH,
+    "dflash, own": {**DFLASH, "output": "own"},
+    "dflash2": DFLASH2,
+    "lilicorr": {**LILICORR, "lattice_size": 24, "lattice_mlp_ratio": 1.5, "output": "own"},
+    "lilicorr, convolutions": {**LILICORR, "conv_group_size": 16, "lattice_size": 32, "lattice_scale": 8.0},
+    "dspark, a window": {"sliding_window": 6},
+    "dflash, a window": {**DFLASH, "sliding_window": 6},
+}
+
+
+@pytest.fixture
+def trained(trained, on_disk):
+    """trained(**options): such a block drafter, and its folder."""
+
+    def make(**options):
+        run = trained("block", **{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
+        return load_head(run / "final", on_disk), run
+
+    return make
+
+
+def rewritten(folder, change):
+    """change(config, tensors) on a folder's two files."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def same_drafts(head, folder, target, make_batch):
+    loaded, batch = load_head(folder, target), make_batch(target, head)
+    mine, theirs = (each.teacher_forced_logits(batch)[1] for each in (head, loaded))
+    torch.testing.assert_close(theirs, mine)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_comes_back_the_same(kind, trained, on_disk, make_batch, tmp_path):
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="vllm")
+    assert check_folder(tmp_path / "out").problems == []
+    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_batch, tmp_path):
+    """Without our record, under names with a prefix, and with copies of the target's tables in it."""
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="vllm")
+
+    def publish(config, tensors):
+        del config["headstart_export"]
+        if config["architectures"] != ["Qwen3DSparkModel"]:
+            for key in ("mask_token_id", "target_layer_ids", "sample_from_anchor", "is_causal"):
+                del config[key]
+        tensors["embed_tokens.weight"] = on_disk.input_embedding.weight.clone()
+        tensors.setdefault("lm_head.weight", on_disk.output_layer.weight.clone())
+        for name in [name for name in tensors if name not in ("d2t", "t2d")]:
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    rewritten(tmp_path / "out", publish)
+    loaded = same_drafts(head, tmp_path / "out", on_disk, make_batch)
+    assert loaded.config.num_depths == 3 and loaded.feature_layers == head.feature_layers
+
+
+def test_a_head_of_the_speculators_library_is_read(trained, on_disk, make_batch, tmp_path):
+    head, run = trained(sample_from_anchor=False)
+    export_head(run, tmp_path / "out", to="vllm")
+
+    def as_speculators(config, tensors):
+        layer = {key: config.pop(key) for key in list(config) if key not in ("block_size", "mask_token_id")}
+        layer.pop("headstart_export")
+        ids = layer.pop("target_layer_ids")
+        del layer["sample_from_anchor"]  # whose default there is false
+        config |= {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "speculators_config": {"algorithm": "dspark"},
+            "transformer_layer_config": layer,
+            "aux_hidden_state_layer_ids": [i + 1 for i in ids],
+        }
+
+    rewritten(tmp_path / "out", as_speculators)
+    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "lilicorr" not in kind])
+def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
+    kind, trained, on_disk, make_batch, tmp_path
+):
+    head, run = trained(**KINDS[kind])
+    export_head(run, tmp_path / "out", to="speculators")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == list(head.feature_layers)
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    found = check_folder(tmp_path / "out")
+    assert found.problems == [] and found.layout == "block (speculators)"
+    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
+    rewritten(tmp_path / "out", lambda config, tensors: config.pop("headstart_export"))
+    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+
+
+SPECULATORS_FAULTS = {
+    "causal": ("sliding_window_non_causal", False, "sliding_window_non_causal: expected True"),
+    "causal by default": ("sliding_window_non_causal", None, "sliding_window_non_causal: expected True, found None"),
+    "the other slot": ("sample_from_anchor", False, "speculative_tokens: 3, but a block drafts 2"),
+    "no slot said": ("sample_from_anchor", None, "sample_from_anchor: None: engines' defaults differ"),
+    "outputs of layers": ("aux_hidden_state_layer_ids", [0, 1, 2], "expected .1, 2, 3.: the head was trained"),
+    "a width": ("block_size", 4, "speculative_tokens: 3, but a block drafts 4"),
+    "no target": ("speculators_config", {"proposal_methods": [{"speculative_tokens": 3}]}, "name_or_path: missing"),
+    "a kind": ("speculators_model_type", "xpress", "speculators_model_type: xpress, expected dflash or"),
+    "a kind of model": ("model_type", "speculator_model", "vLLM asks transformers for such a model"),
+    "a rotation": ("transformer_layer_config.rope_theta", 5.0, "rope_theta: 5.0, but rope_parameters.rope_theta"),
+    "another layer": ("transformer_layer_config.model_type", "llama", "model_type: expected 'qwen3', found 'llama'"),
+}
+
+
+FAULTS = {
+    "sample_from_anchor left out": ("dspark", "sample_from_anchor", None, "sample_from_anchor"),
+    "the other slot": ("dspark", "sample_from_anchor", False, "sample_from_anchor: expected True"),
+    "a slot more": ("dspark", "block_size", 4, "block_size: expected 3"),
+    "inputs of layers": ("dspark", "target_layer_ids", [1, 2, 3], r"target_layer_ids: expected \[0, 1, 2\]"),
+    "no such layer": ("dspark", "target_layer_ids", [0, 1, 4], "of a target with layers 0 to 3"),
+    "a token beyond": ("dspark", "mask_token_id", 61, "mask_token_id: 61, expected 0 to 60"),
+    "a gate": ("dspark", "markov_head_type", "gated", "markov_head_type: expected 'vanilla'"),
+    "a head that is not there": ("dspark", "enable_confidence_head", True, "confidence_head.proj.weight: missing"),
+    "causal": ("dflash", "dflash_config.causal", True, "causal: expected False"),
+    "causal left out": ("dflash", "dflash_config.causal", None, "causal: expected False"),
+    "another mask": ("dflash", "dflash_config.mask_token_id", 5, "dflash_config.mask_token_id: 5"),
+    "drafts from the anchor": ("dflash", "sample_from_anchor", True, "sample_from_anchor: expected False"),
+    "a window of no size": ("dflash", "layer_types", ["sliding_attention"] * 2, "sliding_window: None: expected"),
+    "layers of two kinds": ("dflash", "layer_types", ["sliding_attention", "full_attention"], "expected one kind"),
+    "another window": ("dflash, a window", "sliding_window", 8, "sliding_window: 8, but the head was trained with 6"),
+    "a window left out": ("dspark, a window", "layer_types", ["full_attention"] * 2, "was trained with 6"),
+    "a window for vLLM only": ("dspark, a window", "use_sliding_window", False, "use_sliding_window: expected True"),
+    "a lattice's logits": ("lilicorr", "dflash_config.lilicorr_logit_scale", None, "logit_scale: expected a number"),
+    "a lattice's width": (
+        "lilicorr",
+        "dflash_config.lilicorr_hidden_size",
+        0,
+        "token_proj.weight: unknown|pass_hidden",
+    ),
+    "three candidates": ("lilicorr", "dflash_config.lilicorr_candidate_topk", 3, "candidate_topk: 3, expected one of"),
+    "heads of a lattice": ("lilicorr", "dflash_config.lilicorr_num_heads", 5, "num_heads: 5 does not divide 24"),
+    "no convolutions": ("lilicorr, convolutions", "dflash_config.conv_group_size", None, "no convolutions without"),
+    "another rotation": ("dflash", "partial_rotary_factor", 0.5, "partial_rotary_factor"),
+}
+
+
+ALL_FAULTS = [("vllm", *fault) for fault in FAULTS.values()]
+ALL_FAULTS += [("speculators", "dspark", *fault) for fault in SPECULATORS_FAULTS.values()]
+
+
+@pytest.mark.parametrize(("to", "kind", "key", "value", "problem"), ALL_FAULTS, ids=[*FAULTS, *SPECULATORS_FAULTS])
+def test_a_flag_that_costs_acceptance_is_found(to, kind, key, value, problem, trained, tmp_path):
+    export_head(trained(**KINDS[kind])[1], tmp_path / "out", to=to)
+
+    def change(config, tensors):
+        *path, last = key.split(".")
+        for part in path:
+            config = config[part]
+        config.pop(last) if value is None else config.update({last: value})
+
+    rewritten(tmp_path / "out", change)
+    problems = check_folder(tmp_path / "out").problems
+    assert any(re.search(problem, line) for line in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("options", "to", "message"),
+    [
+        ({"markov_rank": 0}, "vllm", "sample_from_anchor without a Markov head"),
+        ({"has_head_norms": False}, "vllm", "has_head_norms false"),
+        ({**DFLASH, "output": "own"}, "sglang", "SGLang's DFlash drafts with the target's output layer"),
+        ({}, "hf", "hf loads no block heads"),
+        ({**LILICORR, "selector_top_k": 5}, "vllm", "engines' lattices have one of"),
+        (LILICORR, "speculators", "the speculators layout has no lattice"),
+        (LILICORR, "llama.cpp", "it has no LiLiCorr"),
+        ({"sliding_window": 6}, "sglang", "sliding_window 6: SGLang lets a slot see earlier slots only"),
+    ],
+)
+def test_what_no_engine_computes_is_not_written(options, to, message, trained, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        export_head(trained(**options)[1], tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config, tensors: config.update(is_causal=True), "causal"),
+        (lambda config, tensors: config.update(layer_types=["sliding_attention"] * 2), "sliding_window: missing"),
+        (lambda config, tensors: config.update(layer_types=["sliding_attention", "full_attention"]), "layer_types"),
+        (lambda config, tensors: config.update(markov_head_type="rnn"), "markov_head_type rnn"),
+        (lambda config, tensors: config.pop("mask_token_id"), "mask_token_id: missing"),
+        (lambda config, tensors: tensors.pop("fc.weight"), "tensor fc.weight"),
+    ],
+)
+def test_a_block_of_another_kind_is_not_loaded(change, message, trained, on_disk, tmp_path):
+    export_head(trained()[1], tmp_path / "out", to="vllm")
+
+    def both(config, tensors):
+        del config["headstart_export"]
+        change(config, tensors)
+
+    rewritten(tmp_path / "out", both)
+    with pytest.raises(BadInput, match=message):
+        load_head(tmp_path / "out", on_disk)
+
+
+def test_commands_name_the_method_and_the_width(trained, tmp_path):
+    for options, method, flags in (({}, "dspark", "DSPARK"), (DFLASH, "dflash", "DFLASH")):
+        head = export_head(trained(**options)[1], tmp_path / method, to="vllm")
+        commands = serve_commands(head, "served", to="vllm")
+        assert f'"method":"{method}","model":"served","num_speculative_tokens":3' in commands["vllm"]
+        assert f"--speculative-algorithm {flags} " in commands["sglang"]
+        assert commands["sglang"].endswith("--speculative-num-draft-tokens 4")

@@ -1,0 +1,227 @@
+"""MTP modules are served from a copy of their target: in place of those that it has, or beside its layers."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headstart.base.errors import BadInput
+from headstart.engines.check import check_folder
+from headstart.engines.export import export_head, notes, read_folder
+from headstart.engines.heads import build_head, save_head
+from headstart.engines.importers import import_head
+from headstart.engines.servers.how_to_serve import commands_of_engine
+from headstart.heads.mtp import MtpConfig
+from headstart.targets.target import Target
+from headstart.targets.weights.tensor_files import tensor_locations
+from perturbing import perturb
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "targets" / "kinds"))
+from kind import Kind, kind, wrapper  # noqa: E402
+
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def tensors_of(folder):
+    found = {}
+    for name, path in tensor_locations(folder).items():
+        with safe_open(path, framework="pt") as opened:
+            found[name] = opened.get_tensor(name)
+    return found
+
+
+@pytest.fixture
+def trained(tmp_path, tiny_model):
+    """trained(layout): the folders of a target without MTP modules that engines load them with, and of a head."""
+
+    def make(layout="mimo", **options):
+        folder = tmp_path / "target"
+        if layout == "mimo":
+            tiny_model("qwen2").save_pretrained(folder)
+        else:
+            torch.manual_seed(0)
+            DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)).save_pretrained(folder)
+        head = build_head(MtpConfig(**{"layout": layout, "num_depths": 2, **options}), Target.load(folder), seed=2)
+        save_head(head, tmp_path / "run" / "final")
+        return folder, tmp_path / "run"
+
+    return make
+
+
+@pytest.mark.parametrize("layout", ["mimo", "deepseek_v3"])
+def test_modules_go_beside_the_layers_of_a_target_without_them(trained, tmp_path, layout):
+    target, run = trained(layout)
+    export_head(run, tmp_path / "out", to="vllm")
+    before, after, head = tensors_of(target), tensors_of(tmp_path / "out"), load_file(run / "final/model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in (before | head).items())
+    extra = after.keys() - before.keys() - head.keys()
+    tables = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert extra == (set() if layout == "mimo" else tables)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    assert config["architectures"] == ["MiMoForCausalLM" if layout == "mimo" else "DeepseekV3ForCausalLM"]
+    assert check_folder(tmp_path / "out").problems == []
+    # what has the modules is written again with others in their place
+    again = export_head(run, tmp_path / "again", to="hf", target=str(tmp_path / "out"))
+    assert notes(again) == [] and check_folder(tmp_path / "again").problems == []
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(("layout", "measured", "k"), [("mimo", None, 2), ("mimo", 5, 5), ("deepseek_v3", None, 2)])
+def test_engines_are_told_as_many_drafts_as_were_trained_or_measured(trained, layout, measured, k):
+    """The number of modules, one, divides any K, and engines feed the module its own output."""
+    head = read_folder(trained(layout)[1])
+    words = {"vllm": f'"num_speculative_tokens":{k}', "llama.cpp": f"--spec-draft-n-max {k}"}
+    words["sglang"] = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+    for engine, told in words.items():
+        assert told in commands_of_engine(engine, head, "served", measured)[-1]
+
+
+FAULTS = {
+    "missing": (lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight"), "input_proj.weight: missing"),
+    "missing in the layer": (lambda tensors: tensors.pop("model.mtp_layers.0.self_attn.q_proj.bias"), "bias: missing"),
+    "transposed": (
+        lambda tensors: tensors.update({"model.mtp_layers.0.input_proj.weight": torch.ones(64, 32)}),
+        r"expected \[32, 64\], found \[64, 32\]: transposed",
+    ),
+    "extra": (lambda tensors: tensors.update({"model.mtp_layers.0.x": torch.ones(2)}), "mtp_layers.0.x: must not be"),
+    "second": (lambda tensors: tensors.update({"model.mtp_layers.1.x": torch.ones(2)}), "mtp_layers.1.x: must not be"),
+    "NaN": (
+        lambda tensors: tensors["model.mtp_layers.0.final_layernorm.weight"].fill_(float("nan")),
+        "32 of 32 values are NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.values(), ids=list(FAULTS))
+def test_faults_of_modules_are_found(trained, tmp_path, fault, reason):
+    _, run = trained()
+    export_head(run, tmp_path / "out", to="vllm")
+    path = tmp_path / "out" / "model-mtp.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    fault(tensors)
+    save_file(tensors, path)
+    problems = check_folder(tmp_path / "out").problems
+    assert any(re.search(reason, line) for line in problems), problems
+
+
+def test_faults_of_the_copy_are_found(trained, tmp_path):
+    _, run = trained()
+    export_head(run, tmp_path / "out", to="vllm")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    for value, reason in (
+        (2, "model.mtp_layers.1.input_proj.weight: missing"),
+        (None, "expected the number of modules"),
+    ):
+        path.write_text(json.dumps({**config, "num_nextn_predict_layers": value}))
+        assert any(reason in line for line in check_folder(tmp_path / "out").problems)
+    path.write_text(json.dumps(config))
+    (tmp_path / "out" / "model.safetensors").unlink()
+    problems = check_folder(tmp_path / "out").problems
+    assert any("names model.safetensors, which is not there" in line for line in problems)
+    assert any("layer 0 of the target: no tensor of it" in line for line in problems)
+    # and a head's own folder is none that an engine serves
+    assert any("served within the target" in line for line in check_folder(run / "final").problems)
+
+
+def test_what_cannot_be_served_is_refused(trained, tmp_path):
+    target, run = trained()
+    for path in target.iterdir():
+        path.unlink()
+    target.rmdir()
+    with pytest.raises(BadInput, match="not there, and weights take its dtype: name it with --target"):
+        export_head(run, tmp_path / "other", to="vllm")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_no_modules_go_beside_quantised_layers(trained, tmp_path, method):
+    """Engines would read them as quantised too, and take what they find for numbers of eight bits."""
+    target, run = trained()
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(BadInput, match=rf"stored quantised \({method}\): engines read its modules so too"):
+        export_head(run, tmp_path / "out", to="vllm", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14}
+NAMES = "image_token video_token image_start_token image_end_token video_start_token video_end_token".split()
+IDS: dict[str, Any] = {f"{name}_id": 500 + i for i, name in enumerate(NAMES)}
+SECTIONS = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}
+# by kind of target: its config, and among its module's tensors those by which vLLM's loaders differ
+KINDS: dict[str, tuple[Kind, list[str]]] = {
+    "exaone_moe": (  # a dense layer with a window, as the target's first
+        kind("", "exaone_moe"),
+        ["mtp.fc", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0.mlp.up_proj", "mtp.layers.0.self_attn.q_norm"],
+    ),
+    "hy_v3": (
+        kind("", "hy_v3"),
+        [
+            *("model.layers.4.eh_proj", "model.layers.4.final_layernorm", "model.layers.4.mlp.router.gate"),
+            *("model.layers.4.mlp.shared_mlp.up_proj", "model.layers.4.mlp.experts.3.down_proj"),
+        ],
+    ),
+    "glm_ocr": (
+        wrapper(
+            "",
+            "glm_ocr",
+            kind("", "glm_ocr_text", rope_parameters=SECTIONS),
+            vision_config={**QWEN, "image_size": 28},
+            **IDS,
+        ),
+        [
+            *(f"model.language_model.layers.4.{name}" for name in ("enorm", "shared_head.norm", "shared_head.head")),
+            *(f"model.language_model.layers.4.{name}" for name in ("embed_tokens", "post_mlp_layernorm")),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_modules_of_each_kind_are_written_and_read_back_by_the_engines_names(name, tmp_path):
+    made, names = KINDS[name]
+    made.model().save_pretrained(tmp_path / "target")
+    target = Target.load(tmp_path / "target")
+    head = perturb(build_head(MtpConfig(num_depths=2), target, seed=2), 0.1, seed=3)
+    save_head(head, tmp_path / "run" / "final")
+    exported = export_head(tmp_path / "run", tmp_path / "out", to="vllm")
+    assert ["feeds modules of a glm_ocr" in line for line in notes(exported)] == [True] * (name == "glm_ocr")
+    written = tensors_of(tmp_path / "out")
+    assert {f"{one}.weight" for one in names} <= written.keys() - tensors_of(tmp_path / "target").keys()
+    assert check_folder(tmp_path / "out").problems == []
+    served = Target.load(tmp_path / "out")
+    imported, own = (
+        import_head(tmp_path / "out", served),
+        build_head(MtpConfig(num_depths=2, init="checkpoint"), served),
+    )
+    for read in (imported, own):
+        assert read.state_dict().keys() == head.state_dict().keys()
+        assert all(torch.equal(value, head.state_dict()[key]) for key, value in read.state_dict().items())

@@ -1,0 +1,194 @@
+"""`headstart eval` in servers: what a user reads of it, as a page, as figures and as an exit code."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from headstart.base.errors import BadInput
+from headstart.engines.heads import build_head, head_class, save_head
+from headstart.engines.servers.setting import EngineSetting
+from headstart.eval.report.results.drafter_words import served_words
+from headstart.eval.report.served_page import measured_schedule
+from headstart.eval.served.load import Load
+from headstart.eval.suites.prompts import DEFAULT_CHAT
+from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of
+from headstart.scripts.evaluating.evaluate import evaluate
+from headstart.targets.target import Target
+from safetensors.torch import load_file, save_file
+from serving_stand_in import StandIn, listening
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [1, 5 + i]}) + "\n" for i in range(6)))
+    return str(path)
+
+
+def report_of(output):
+    page = (output / "report.html").read_text()
+    return json.loads((output / "report.json").read_text()), page
+
+
+def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, saved_target, tmp_path, capsys):
+    how = {"target": str(saved_target), "prompts": [rows], "max_new_tokens": 12, "repeats": 1, "concurrency": [1, 3]}
+    with listening(StandIn(step=0.004)) as plain, listening(StandIn(step=0.004, accepted=[2])) as drafting:
+        how |= {"server": drafting, "baseline_server": plain, "slo": "ttft=1,tpot=500ms"}
+        evaluate(**how, output=tmp_path / "out")
+    report, page = report_of(tmp_path / "out")
+    one, three = report["served"]
+    assert one["speedup"] > 1.5 and one["acceptance"]["acceptance_length"] == pytest.approx(2.75)
+    assert (one["order"], three["load"]["concurrency"]) == ("ABBA", 3) and one["drafted"]["goodput"] > 0
+    assert [result["drafter"] for result in report["served"]] == ["its own drafts"] * 2
+    said = "with its own drafts: 1 at a time: "
+    assert f"vLLM {said}" in page and "times as fast [" in page and "<svg" in page
+    assert said in capsys.readouterr().out
+    assert not (tmp_path / "out" / "measured.jsonl").exists()
+
+
+@pytest.fixture
+def python(tmp_path):
+    """In the place of an environment with vLLM, which notes how it was started."""
+    script, place = tmp_path / "python", os.path.dirname(os.path.dirname(__file__))
+    line = f'echo "$@" >> {tmp_path}/started\nexec {sys.executable} {place}/serving_stand_in.py "$@"'
+    script.write_text(f"#!/bin/sh\n{line}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_head_is_exported_and_served_at_every_k(rows, saved_target, python, tmp_path):
+    target = Target.load(saved_target)
+    head = build_head(head_class("eagle3").config_class(type="eagle3"), target)
+    save_head(head, tmp_path / "head")
+    heads = [f"head:{tmp_path / 'head'}@2", f"head:{tmp_path / 'head'}@3", "ngram:8@5"]
+    evaluate(target=str(saved_target), drafter=heads, prompts=[rows], engine="vllm", engine_python=python, repeats=1,
+             engine_args="--max-model-len 64", max_new_tokens=8, output=tmp_path / "out")  # fmt: skip
+    report, _ = report_of(tmp_path / "out")
+    assert [result["num_draft_tokens"] for result in report["served"]] == [2, 3, 5]
+    started = (tmp_path / "started").read_text()
+    assert started.count("--max-model-len 64") == 6 and started.count("--no-enable-prefix-caching") == 6
+    assert all(f'"num_speculative_tokens": {k}' in started for k in (2, 3, 5))
+    assert '"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 8' in started
+    assert not (tmp_path / "out" / "served_heads").exists()
+
+
+def test_blocks_of_a_head_that_was_trained_anew_are_not_kept(saved_target, python, tmp_path):
+    """Its folder and the command are the same as those of the killed measurement."""
+    target, found = Target.load(saved_target), list[Any]()
+    wanted = WantedServers(EngineSetting(name="vllm", python=python))
+    heads, how = [str(tmp_path / "head")], {"prompts": [], "chat": DEFAULT_CHAT, "max_new_tokens": 8}
+    asked = WantedMeasurement(target=str(saved_target), heads=heads, num_draft_tokens=3, **how)
+    head = build_head(head_class("eagle3").config_class(type="eagle3"), target)
+    for moved in (0.0, 0.0, 1.0):
+        shutil.rmtree(tmp_path / "head", ignore_errors=True)
+        with torch.no_grad():
+            next(head.parameters()).add_(moved)
+        save_head(head, tmp_path / "head")
+        found += drafts_of(wanted.served_by, wanted, asked, tmp_path / "heads", longest=64)
+    assert found[0] == found[1] and found[1].sides == found[2].sides
+    assert found[1].weights[0] == found[2].weights[0] and found[1].weights != found[2].weights
+    [windowed] = drafts_of(wanted.served_by, wanted, replace(asked, window="64"), tmp_path / "heads", longest=64)
+    assert windowed.sides == found[2].sides and windowed.weights != found[2].weights, "vLLM reads it from the export"
+    assert served_words(windowed.drafter) == "head head, window 64, 3 drafts"
+
+
+@pytest.mark.parametrize("option", ["drafters", "baseline"])
+def test_blocks_of_a_draft_model_that_was_trained_anew_are_not_kept(option, saved_target, python, tmp_path):
+    wanted, found = WantedServers(EngineSetting(name="vllm", python=python)), list[Any]()
+    shutil.copytree(saved_target, tmp_path / "small")
+    spec = f"draft-model:{tmp_path / 'small'}@3"
+    how: dict[str, Any] = {"drafters": ["ngram@2"], option: [spec] if option == "drafters" else spec}
+    asked = WantedMeasurement(target=str(saved_target), prompts=[], chat=DEFAULT_CHAT, max_new_tokens=8, **how)
+    for moved in (0.0, 1.0):
+        weights = load_file(tmp_path / "small" / "model.safetensors")
+        save_file({name: one + moved for name, one in weights.items()}, tmp_path / "small" / "model.safetensors")
+        found += drafts_of(wanted.served_by, wanted, asked, tmp_path / "heads", longest=64)
+    assert found[0].sides == found[1].sides and found[0].weights != found[1].weights
+
+
+def test_a_head_is_measured_beside_another_drafter(rows, saved_target, python, tmp_path, capsys):
+    """Both servers draft, and the page says which is which."""
+    evaluate(target=str(saved_target), drafter=["ngram@5"], baseline_drafter="ngram@2", prompts=[rows], engine="vllm",
+             engine_python=python, max_new_tokens=8, repeats=1, output=tmp_path / "out")  # fmt: skip
+    report, page = report_of(tmp_path / "out")
+    [result] = report["served"]
+    assert '_tokens": 2' in result["commands"][0] and '_tokens": 5' in result["commands"][1]
+    assert "vLLM with look-ups, 5 drafts, beside look-ups, 2 drafts: 1 at a time:" in page
+    assert "leave drafts off" not in capsys.readouterr().out
+
+
+def test_under_an_adapter_both_sides_serve_it_and_are_asked_by_its_name(rows, saved_target, python, lora, tmp_path):
+    adapter = lora(saved_target)
+    evaluate(target=str(saved_target), drafter=["ngram@2"], adapter=[str(adapter)], prompts=[rows], engine="vllm",
+             engine_python=python, max_new_tokens=8, repeats=1, output=tmp_path / "out")  # fmt: skip
+    [result] = report_of(tmp_path / "out")[0]["served"]
+    assert all(f"--lora-modules {adapter.name}={adapter}" in command for command in result["commands"])
+    assert result["failed"] == [] and result["speedup"] is not None, "the stand-in answers under that name alone"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--concurrency 8 --head x", "--concurrency: goes with --engine vllm or sglang or llama-server or openai, or"),
+        ("--server http://h", "--server, --baseline-server: give both"),
+        ("--head x --baseline-drafter ngram", "--baseline-drafter: goes with --engine"),
+        ("--engine openai --head x", "--engine openai: name it with --server URL"),
+        ("--engine vllm --head x --batch-size 2", "--batch-size: is not for servers"),
+        ("--engine vllm", "nothing to measure: give at least one --head"),
+        ("--engine vllm --drafter suffix", "vLLM drafts with head:PATH, draft-model:PATH or ngram"),
+        ("--engine vllm --engine-python p --server http://h --baseline-server http://h", "--engine: python, args: are"),
+        ("--engine-args -t", "--engine: args: goes with another engine"),
+        ("--engine vllm --engine-python p --drafter ngram:x", "MAX should be a whole number"),
+        ("--engine sglang --engine-python p --drafter ngram:8", "SGLang is not told how many tokens look-ups go by"),
+        ("--engine vllm --drafter ngram --slo fast", "--slo fast: expected ttft=SECONDS"),
+        ("--engine vllm --drafter ngram --slo ttft=nan", "--slo ttft=nan: expected ttft=SECONDS"),
+        ("--engine vllm --drafter ngram --rate nan", "--rate, --concurrency: expected a number above 0"),
+        ("--engine vllm --drafter ngram --draft-window 64", "--draft-window 64: goes with a head"),
+        ('--engine vllm --drafter ngram --engine-args "--x \'y"', "--engine: args .*: No closing quotation"),
+        ("--server http://h --baseline-server http://h --engine vllm --head x --drafter y", "name at most one --head"),
+        ("--server ftp://h --baseline-server http://h", "--server 'ftp://h': expected a URL"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(line, problem, rows, saved_target, tmp_path):
+    words, how = shlex.split(line), {}
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        name = option[2:].replace("-", "_")
+        value = int(value) if value.isdecimal() and name != "draft_window" else value
+        value = float(value) if name == "rate" else value
+        how[name] = [value] if name in ("concurrency", "head", "batch_size", "drafter", "rate") else value
+    with pytest.raises(BadInput, match=problem.replace("(", r"\(")):
+        evaluate(target=str(saved_target), prompts=[rows], output=tmp_path / "out", **how)
+    assert not (tmp_path / "out").exists()
+
+
+def test_k_by_batch_size_is_what_was_proved_at_each_load():
+    """The fastest K whose interval proves a gain, up to the next load; 0 where none does; of one drafter alone."""
+    table = {  # speedup and whether it is proved, by K and requests at a time
+        ("head", 2): {1: (1.5, True), 4: (1.3, True), 16: (0.9, False)},
+        ("head", 4): {1: (2.0, True), 4: (1.4, False), 16: (1.1, False)},
+        ("ngram", 4): {1: (1.2, True), 4: (1.6, True), 16: (1.5, True)},
+    }
+    results: list[Any] = [
+        SimpleNamespace(
+            drafter=f"{name} at K {k}",
+            num_draft_tokens=k,
+            load=Load(size),
+            order="ABBA" * 2,
+            speedup=speedup,
+            pays=pays,
+        )
+        for (name, k), by_load in table.items()
+        for size, (speedup, pays) in by_load.items()
+    ]
+    assert measured_schedule(results) == [[1, 3, 4], [4, 15, 2], [16, 16, 0]]
+    assert measured_schedule([result for result in results if result.load.concurrency == 1]) == [[1, 1, 4]]
+    assert measured_schedule([result for result in results if not result.pays]) == []
+    few: list[Any] = [SimpleNamespace(**{**vars(result), "order": "ABBA"}) for result in results]
+    assert measured_schedule(few) == [[1, 1, 4]], "two pairs of blocks decide nothing"

@@ -1,0 +1,117 @@
+"""What is cheap to know is checked before a target is loaded: each verb ends in one line, and no weights were read."""
+
+import json
+import shutil
+from itertools import product
+
+import pytest
+
+TARGET = "{target}"
+EVAL = f"eval --target {TARGET} --output {{out}}"
+TRAIN = f"train {{run}} target.path={TARGET} train.output_dir={{out}}"
+EXTRACT = f"data extract {{run}} target.path={TARGET} --output {{out}}"
+REGENERATE = f"data regenerate data/regenerate_local.yaml target={TARGET} output={{out}}"
+REFIT = f"refit --target {TARGET} --budget 60s --output {{out}}"
+AUTO = f"auto --target {TARGET} --budget 60s --output {{out}}"
+PLAN = f"plan --target {TARGET} --output {{out}}"
+ROWS = {
+    "data.train=gone.jsonl": "gone.jsonl",
+    "data.train=broken.jsonl": "broken.jsonl:2",
+    "data.train=keys.jsonl": "keys.jsonl:1",
+    "data.train=roles.jsonl": "roles.jsonl:1",
+}
+CASES = [
+    # (command line, what the line names)
+    (f"{EVAL} --drafter ngram --prompts gone.jsonl", "gone.jsonl"),
+    (f"{EVAL} --drafter ngram --prompts broken.jsonl", "broken.jsonl:2"),
+    (f"{EVAL} --drafter ngram --prompts keys.jsonl", "keys.jsonl:1"),
+    (f"{EVAL} --drafter ngram --prompts roles.jsonl", "roles.jsonl:1"),
+    (f"{EVAL} --drafter ngram --suite mt-bench=broken.jsonl", "broken.jsonl"),
+    (f"{EVAL} --head gone --prompts good.jsonl", "gone"),
+    (f"{EVAL} --head older --prompts good.jsonl", "config keys of another version of Headstart: ['dpace']"),
+    (f"{EVAL} --drafter suffix:gone.jsonl --prompts good.jsonl", "gone.jsonl"),
+    (f"{EVAL} --drafter draft-model:gone --prompts good.jsonl", "gone"),
+    (f"{EVAL} --drafter ngram --adapter gone --prompts good.jsonl", "gone"),
+    (f"{EVAL} --drafter ngram --engine vlm --prompts good.jsonl", "--engine: name 'vlm'"),
+    (f"eval --target {TARGET} --output taken --drafter ngram --prompts good.jsonl", "taken"),
+    (f"{PLAN} --drafter ngram --prompts gone.jsonl", "gone.jsonl"),
+    (f"{PLAN} --drafter ngram --prompts broken.jsonl", "broken.jsonl:2"),
+    (f"{PLAN} --head gone --prompts good.jsonl", "gone"),
+    (f"{PLAN} --drafter ngram --adapter gone --prompts good.jsonl", "gone"),
+    *((f"{command} {rows}", named) for command, (rows, named) in product((TRAIN, EXTRACT), ROWS.items())),
+    (f"{TRAIN} data.validation=gone.jsonl", "gone.jsonl"),
+    (f"{TRAIN} data.validation=broken.jsonl", "broken.jsonl:2"),
+    (f"{TRAIN} data.train=good.jsonl data.features=gone", "gone"),
+    (f"{TRAIN} target.adapter=gone", "gone"),
+    (f"{TRAIN} train.start_from=gone", "train.start_from: head gone"),
+    (f"{TRAIN} train.start_from={{head}} head.type=eagle", "is of type medusa, not eagle"),
+    (f"{TRAIN} train.shard_target=true", "train.shard_target: one process"),
+    (f"{TRAIN} train.output_dir=taken", "taken"),
+    (f"{EXTRACT} engine.name=vlm", "vlm"),
+    (f"data extract {{run}} target.path={TARGET} --output taken", "taken"),
+    *((f"{REGENERATE} {rows.replace('data.train', 'sources')}", named) for rows, named in ROWS.items()),
+    (f"{REGENERATE} sources=good.jsonl engine.adapter=gone", "gone"),
+    (f"{REGENERATE} sources=good.jsonl engine.head=gone", "gone"),
+    (f"{REGENERATE} sources=good.jsonl output=taken", "taken"),
+    (f"{AUTO} --prompts gone.jsonl", "gone.jsonl"),
+    (f"{AUTO} --prompts broken.jsonl", "broken.jsonl:2"),
+    (f"{AUTO} --prompts many.jsonl --chats gone.jsonl", "gone.jsonl"),
+    (f"{AUTO} --prompts many.jsonl --chats broken.jsonl", "broken.jsonl:2"),
+    (f"{AUTO} --prompts many.jsonl --chats roles.jsonl", "roles.jsonl:1"),
+    (f"{AUTO} --prompts many.jsonl --chats many.jsonl", "none of its 37 rows ends with an answer"),
+    (f"{REFIT} --head {{head}} --traffic gone.jsonl", "gone.jsonl"),
+    (f"{REFIT} --head gone --traffic good.jsonl", "gone"),
+    (f"{REFIT} --head older --traffic many.jsonl", "config keys of another version of Headstart: ['dpace']"),
+    (f"{AUTO} --prompts many.jsonl --engine vlm", "vlm"),
+    (f"auto --target {TARGET} --budget 60s --output taken --prompts many.jsonl", "taken"),
+    ("train gone.yaml", "gone.yaml: no such file"),
+    ("export gone {out} --to vllm", "gone"),
+    ("export {head} taken --to vllm", "taken"),
+    ("export {head} {out} --to vlm", "vlm"),
+]
+
+
+def refuse_to_load(monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a target is loaded")
+
+    for reads in ("target.load_model", "sharded.ShardedTarget.read", "bare.BareTarget.read"):
+        monkeypatch.setattr(f"headstart.targets.{reads}", load)
+
+
+@pytest.mark.parametrize(("line", "named"), CASES)
+def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
+    line, named, headstart, saved_target, head_folder, run_config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    good = {"messages": [{"role": "user", "content": "w1 w5"}, {"role": "assistant", "content": "w7"}]}
+    files = {
+        "good": [good],
+        "keys": [{"question": "w1"}],
+        "roles": [{"messages": [{"role": "narrator", "content": "w1"}]}],
+        "many": [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 40)],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    older = tmp_path / "older"
+    shutil.copytree(head_folder, older)
+    config = json.loads((older / "config.json").read_text())
+    config["headstart"]["head"]["dpace"] = True
+    (older / "config.json").write_text(json.dumps(config))
+    refuse_to_load(monkeypatch)
+    places = {"target": saved_target, "out": tmp_path / "out", "run": run_config(), "head": head_folder}
+    code, _, err = headstart(line.format(**places))
+    said = [one for one in err.splitlines() if one.startswith("headstart: ")]
+    assert code == 2 and len(said) == 1 and named in said[0], err
+    assert not (tmp_path / "out").exists() and [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, run_config, tmp_path, monkeypatch):
+    line = f"train {run_config()} train.output_dir={tmp_path / 'run'}"
+    assert headstart(line)[0] == 0
+    refuse_to_load(monkeypatch)
+    code, _, err = headstart(f"{line} train.seed=1")
+    assert code == 2 and "holds a run with another train.seed" in err, err
