@@ -46,7 +46,9 @@ def test_each_adapter_has_a_result_beside_the_target(headstart, saved_target, he
     for entry in report["results"]:
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 4, "each held against its own target"
     page = (tmp_path / "all" / "report.html").read_text()
-    assert all(name in page and name in " ".join(out.split()) for name in names)
+    assert all(name in page for name in names)
+    # the screen shortens a name by its middle where the figures beside it are wide
+    assert all(adapter.name[-4:] in out for adapter in adapters)
     rounds = [json.loads(line) for line in (tmp_path / "all" / "rounds.jsonl").read_text().splitlines()]
     assert {row["suite"] for row in rounds} == set(names)
     for adapter, entry in zip(adapters, results[1:], strict=True):
