@@ -23,11 +23,14 @@ check: $(READY) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# the fast ones of these folders time answers of milliseconds
+TIMED := tests/eval/served tests/scripts/test_eval_served.py tests/scripts/unattended/test_in_server.py
 test: $(READY) ## every test but the slow, the soak and the GPU ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu" $(addprefix --ignore=,$(TIMED))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not soak and not gpu" $(TIMED)
 
 # these time what they run, or have a process per core of their own
-ALONE := tests/scripts/unattended tests/benchmarks tests/eval/served
+ALONE := tests/scripts/unattended tests/benchmarks tests/eval/served tests/scripts/test_finished.py tests/eval/plan/test_budget.py
 test-slow: $(READY) ## the slow tests, among them the smoke run and two processes under every backend
 	$(BIN)/pytest -m "slow and not gpu" $(ALONE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu" tests/targets/kinds

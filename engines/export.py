@@ -8,8 +8,9 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.files import new_folder
+from ..heads.families import head_class
 from ..heads.nn.layers import window_keys
-from ..heads.stored.folder import read_files
+from ..heads.stored.folder import config_of, read_files
 from ..heads.stored.record import HeadRecord, read_head_config
 from ..targets.caches.ring_cache import DraftWindow
 from ..targets.loading import TargetConfig, read_model_config, torch_dtype
@@ -69,6 +70,7 @@ def windowed(head: HeadFolder, window: str, *, to: str) -> HeadFolder:
         return replace(head, window=wanted)
     keys = window_keys(wanted.size, num_layers=head.own["num_layers"])
     record = replace(head.record, head={**head.own, "sliding_window": wanted.size})
+    config_of(record, head_class(record.family).config_class)  # which may refuse so small a window
     return replace(head, config={**head.config, **keys}, record=record)
 
 

@@ -102,9 +102,10 @@ def plan(
         under = ServedAdapter.read(adapter) if adapter else None
         asked = WantedMeasurement(
             target=target,
+            dtype=dtype,
+            device=device,
             drafters=[spec],
             prompts=files,
-            limit=limit,
             chat=wanted.chat,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -112,7 +113,7 @@ def plan(
             window=draft_window,
             adapter=under,
         )
-        return plan_in_server(servers, asked, lengths, output, settings, overwrite=overwrite)
+        return plan_in_server(servers, asked, lengths, output, settings, limit=limit, overwrite=overwrite)
     check_window(draft_window, parse_drafter(spec)[0])
     trees = None if tree is None else [name for name in tree if name != "none"]
     for name in trees or []:

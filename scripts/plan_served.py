@@ -12,27 +12,29 @@ from ..base.files import remove
 from ..base.owned import OwnedFolder
 from ..base.terminal import PlainConsole
 from ..eval.measurement.resume import BatchStore
+from ..eval.plan.accepting import evenly
 from ..eval.plan.budget import at_doublings
 from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, forecast_error, rates_in, write_plan
 from ..eval.report.results.drafter_words import served_words
 from ..eval.report.served_page import ServedReport, show_served, write_served
 from ..eval.served.questions import Questions
 from ..eval.served.result import ServedResult
-from .evaluating.eval_served import HEADS, WantedMeasurement, WantedServers, measured_in, tokenizer_of
+from .evaluating.eval_served import HEADS, WantedMeasurement, WantedServers, measured_in, questions_in
 
 
 def plan_in_server(
     wanted: WantedServers, asked: WantedMeasurement, lengths: Sequence[int], output: Path, settings: dict[str, Any], *,
-    overwrite: bool,
+    limit: int, overwrite: bool,
 ) -> None:  # fmt: skip
     """Measure some K, forecast the others, measure the best of these, and write plan.json and report.html.
 
-    Args: asked: with one drafter. lengths: K. Raises: BadInput."""
+    Args: asked: with one drafter. lengths: K. limit: of questions, spread evenly. Raises: BadInput."""
     wanted.check()
     [drafter], engine = asked.drafters, wanted.served_by
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
-        questions = Questions.read(asked.prompts, tokenizer_of(asked.target), limit=asked.limit, chat=asked.chat)
+        every = questions_in(asked).asked
+        questions = Questions([every[number] for number in evenly(len(every), limit)])
         with BatchStore(folder.path, on_first=folder.keep) as store:
 
             def measured(num: Sequence[int], sizes: Sequence[int]) -> list[ServedResult]:

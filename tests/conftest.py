@@ -1,6 +1,7 @@
 """Tiny random targets and the fixtures that tests of several folders share."""
 
 import contextlib
+import gc
 import io
 import itertools
 import json
@@ -134,6 +135,12 @@ def _no_waiting_for_the_machine():
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """No draw depends on the tests before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch is measured again, however busy the machine that runs the tests, and none is decoded before to warm up,
     unless the test has the fixture `warming_up`."""
@@ -235,6 +242,12 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_finish() -> None:
+    """A full collection over all that imports made takes a tenth of a second, as long as what some tests time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """By `fast_only`, cases that are not named are slow; by `slow_only`, those that are named, and the others soak."""
     for item in items:

@@ -202,12 +202,19 @@ def listening(stand_in, port=0):
         ready.set()
 
     def run():
-        loop.create_task(serve())
+        try:
+            loop.run_until_complete(serve())
+        except OSError as error:
+            told["error"] = error
+            ready.set()
+            return
         loop.run_forever()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     ready.wait()
+    if "error" in told:
+        raise told["error"]
     try:
         yield f"http://127.0.0.1:{told['port']}"
     finally:

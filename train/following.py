@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..engines.export import export_head
 from ..engines.heads import head_class, save_head, start_head
 from ..engines.servers.address import Address
 from ..eval.figures.metrics import Acceptance, AcceptancePart, expected_acceptance
+from ..eval.figures.recorded_training import RecordedTraining
 from ..eval.measurement.breakdown import acceptance_part
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.stored.folder import config_of, read_record
@@ -44,6 +45,15 @@ class Rollouts:
     rows: Sequence[Sequence[int]]  # token ids of each
     prompt_lengths: Sequence[int]  # where each answer begins
     states: TargetOutput | None = None  # [B, T, ...]
+
+    def check(self) -> None:
+        """Raises BadInput if there is no rollout, or lists and states are not of the same rows."""
+        if not self.rows or len(self.rows) != len(self.prompt_lengths):
+            raise BadInput(f"{len(self.rows)} rollouts with {len(self.prompt_lengths)} prompt lengths")
+        longest = max(map(len, self.rows))
+        if self.states is not None and not self.states.post_norm.shape[:2] >= (len(self.rows), longest):
+            shape = list(self.states.post_norm.shape)
+            raise BadInput(f"states {shape} are not of {len(self.rows)} rollouts of up to {longest} tokens")
 
     def batch(self, at: slice, head: DraftHead) -> DraftBatch:
         """Some of the rows as a head's input."""
@@ -88,6 +98,8 @@ class FollowingHead:
 
         Raises: BadInput if there is no head of ours, it computes with adapters on the target, or its state is damaged.
         """
+        if config.lora_rank or config.accumulation != 1:
+            raise BadInput("lora_rank, accumulation: a head that follows trains its own weights, a batch a step")
         start = str(config.start_from)
         record = read_record(start)
         is_target = isinstance(policy, Target)
@@ -96,7 +108,7 @@ class FollowingHead:
         self.head = start_head(head_config, self.target, start)
         if self.head.adapts_target:
             raise BadInput(f"head {start}: computes with adapters on the target, whose answers would be others")
-        self.config, self.share, self.training = config, share, record.training
+        self.config, self.share, self.training = config, share, going_on(record.training)
         self.optimizer, self.num_steps = build_optimizer(self.head, config), 0
         self.autocast = Step(self.head, dtype=product_dtype(config)).autocast
         self.folder, self.states = Path(config.output_dir, "head"), Path(config.output_dir, "checkpoints")
@@ -109,10 +121,9 @@ class FollowingHead:
 
     def follow(self, rollouts: Rollouts, *, max_steps: int | None = None) -> Followed:
         """Take optimizer steps on the rollouts of the policy as it is now: max_steps, None: one pass over them; fewer
-        where the time is used up, none after `config.max_steps` in all. Raises: BadInput if there is no rollout, or the
-        loss is not finite."""
-        if not rollouts.rows or len(rollouts.rows) != len(rollouts.prompt_lengths):
-            raise BadInput(f"{len(rollouts.rows)} rollouts with {len(rollouts.prompt_lengths)} prompt lengths")
+        where the time is used up, none after `config.max_steps` in all. Raises: BadInput as `Rollouts.check`, and if
+        the loss is not finite."""
+        rollouts.check()
         began, size = time.monotonic(), self.config.batch_size
         num_draft = min(self.head.num_depths, self.head.default_draft_tokens)  # as far as training reaches
         firsts = range(0, len(rollouts.rows), size)
@@ -182,18 +193,29 @@ class FollowingHead:
         """One optimizer step, over all chains that decoding could run."""
         device = self.target.device
         set_learning_rates(self.optimizer, self.head, self.num_steps, self.config)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        devices = range(torch.cuda.device_count()) if device.type == "cuda" else []  # the seed is set on all of them
+        with torch.random.fork_rng(devices), torch.enable_grad():
             torch.manual_seed(step_seed(self.config.seed, self.num_steps, 0))  # some families draw noise
             with self.autocast():
                 out = self.head.loss(batch)
             if not out.loss.isfinite():
                 raise BadInput(f"step {self.num_steps + 1} of following: the loss is {out.loss.item()}: {ADVICE}")
+            if not out.depth_count.any():  # no position to learn, as of answers of one token
+                return out
             out.loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.config.max_grad_norm or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
         return out
+
+
+def going_on(training: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The record of a head's training, once it learns from rollouts too, whose prompts nobody records."""
+    if training is None:
+        return None
+    learnt = RecordedTraining.from_json(training).learnt
+    return {**training, "prompts": None, "earlier_prompts": learnt and asdict(learnt), "validation": None}
 
 
 def view_of(policy: nn.Module, *, name: str, fingerprint: str | None) -> Target:

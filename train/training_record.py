@@ -12,7 +12,14 @@ from ..data_pipelines.masks.rendering import num_common
 from ..data_pipelines.rows.samples import PROMPT
 from ..data_pipelines.rows.sources import read_sources
 from ..data_pipelines.storage.shards import Shards
-from ..eval.figures.recorded_training import MOST_RECORDED, AnswerSettings, LearntPrompts, PromptEnding
+from ..engines.heads import head_record
+from ..eval.figures.recorded_training import (
+    MOST_RECORDED,
+    AnswerSettings,
+    LearntPrompts,
+    PromptEnding,
+    RecordedTraining,
+)
 from ..targets.chat.reasoning import template_hash
 from ..targets.loading import quantization
 from ..targets.target import Target
@@ -33,6 +40,7 @@ class TrainingRecord:
     template_hash: str | None
     prompt_ending: PromptEnding | None
     prompts: LearntPrompts | None  # by which an evaluation knows what the head has learnt
+    earlier_prompts: LearntPrompts | None  # of the heads that it started from
     target_dtype: str
     target_quantization: str | None
     target_adapter: str | None  # the folder of the target's served adapter
@@ -51,6 +59,7 @@ class TrainingRecord:
             template_hash=template_hash(target.tokenizer),
             prompt_ending=shown,
             prompts=learnt_prompts(data.samples, target),
+            earlier_prompts=earlier_prompts(run.train.start_from),
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
             target_adapter=None if target.adapter is None else target.adapter.path,
@@ -85,6 +94,12 @@ def learnt_prompts(samples: Shards, target: Target) -> LearntPrompts | None:
     """None if no row has a prompt."""
     texts = [target.tokenizer.decode(ids) for ids in prompts_of(samples, MOST_RECORDED)]
     return LearntPrompts.of(texts, num_rows=len(samples)) if texts else None
+
+
+def earlier_prompts(start: str | None) -> LearntPrompts | None:
+    """Those that a head which is trained on has learnt. Args: start: its folder. Raises BadInput."""
+    training = None if start is None else head_record(start).training
+    return None if training is None else RecordedTraining.from_json(training, where=f"train.start_from {start}").learnt
 
 
 def answer_settings(train: Any) -> list[AnswerSettings] | None:

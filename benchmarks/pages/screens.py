@@ -35,9 +35,8 @@ PAGE, RESULTS = Path("docs/screens.md"), Path("docs/results")
 INTRO = """# What will I see on the screen?
 
 `auto`, `eval`, `plan`, `refit` and `compare` end with what their pages begin with: what to deploy, how much faster,
-where not, and how to serve it; then one table. `--verbose` adds a line of figures for each result; all of them are on
-the page. The texts here are made by
-`python -m headstart.benchmarks.pages.screens`.
+where not, and how to serve it; then one table. `--verbose` of `eval` adds a line of figures for each result; all are
+on the page. The texts here are made by `python -m headstart.benchmarks.pages.screens`.
 """
 
 

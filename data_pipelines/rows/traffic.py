@@ -33,7 +33,7 @@ class ServedChat:
 
     row: dict[str, Any]  # for training
     origin: str  # file and line
-    question: str  # digest of the turns before the first answer; equal for rows of one conversation
+    question: str  # digest of the first question, without the system prompt; equal for rows of one conversation
     domain: str | None = None
 
 
@@ -74,9 +74,10 @@ def longest_only(chats: list[tuple[ServedChat, Conversation]]) -> list[ServedCha
     begun, longest = set[bytes](), dict[bytes, ServedChat]()
     for _, conversation in chats:
         ends = [i for i, (role, _) in enumerate(conversation.turns) if role == "assistant"]
-        begun |= {turns_digest(conversation.turns[: end + 1], exact=True) for end in ends[:-1]}
+        told = [("tools", conversation.tools)]
+        begun |= {turns_digest([*conversation.turns[: end + 1], *told], exact=True) for end in ends[:-1]}
     for row, conversation in chats:
-        whole = turns_digest(conversation.turns, exact=True)
+        whole = turns_digest([*conversation.turns, ("tools", conversation.tools)], exact=True)
         if whole not in begun:
             longest.setdefault(whole, row)
     return list(longest.values())
@@ -100,7 +101,7 @@ def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conve
         conversation = conversation_of(Row(row, origin))
     if not any(text.strip() for text in conversation.answers):
         raise BadInput(f"{origin}: no answer in it")
-    first = turns_digest(conversation.prompt).hex()
+    first = turns_digest(conversation.question).hex()
     domain = domain_in(everything)
     return ServedChat(row, origin, first, domain), conversation
 
@@ -188,9 +189,14 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
     extra = request.get("extra_body")
     more = {**(extra if isinstance(extra, dict) else {}), **request}
     told = {key: more[key] for key in ("tools", VARIABLES) if more.get(key)}
+    if isinstance(effort := more.get("reasoning_effort"), str):  # of templates of gpt-oss' kind
+        told[VARIABLES] = {"reasoning_effort": effort, **told.get(VARIABLES, {})}
     turns = request.get("messages", request.get("conversations"))
     if turns is not None:
         messages = normalise(turns, origin)
+        system = request.get("system")
+        if isinstance(system, str) and system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
         if answer is not None:
             messages += normalise([answer], origin)
         if messages[-1]["role"] != "assistant" or len(messages) == 1:

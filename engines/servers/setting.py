@@ -1,5 +1,6 @@
 """What runs the target, one setting for every command: our own engine in this process, or the server of another one."""
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from .process import ServerProcess
 from .table import SERVER_ENGINES
 
 OURS = "headstart"
+GPU = Path("/dev/nvidiactl")
+MEMORY = re.compile(r"--(?:gpu-memory-utilization|mem-fraction-static)[= ]+([\d.]+)")  # a server's share of a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,13 @@ class EngineSetting:
     def servers(self) -> list[str]:
         """The addresses of running servers; none: one is started."""
         return [self.server] * bool(self.server) if isinstance(self.server, str) else self.server
+
+    @property
+    def has_room_for_two(self) -> bool:
+        """Whether two servers can be up together: where they run already, without a GPU, and on one where each is given
+        at most half of its memory."""
+        shares = MEMORY.findall(self.args)
+        return bool(self.server) or not GPU.exists() or (bool(shares) and float(shares[-1]) <= 0.5)
 
     def check_name(self, *known: str) -> Self:
         """Raises BadInput if it is none of these."""

@@ -82,6 +82,8 @@ def key_bytes(target: Target, context: int) -> int:
     tokens = [min(context, window) if kind == "sliding_attention" else context for kind in kinds]  # by layer
     if not (num_tokens := sum(num for i, num in enumerate(tokens) if i not in without)):
         return 0
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention keeps one latent and one rotary key
+        return num_tokens * (rank + config.qk_rope_head_dim) * target.dtype.itemsize
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
     return 2 * num_tokens * num_heads * head_dim * target.dtype.itemsize

@@ -30,6 +30,10 @@ class LearntPrompts:
     def rows_per_recorded(self) -> float:
         return max(1.0, self.num_rows / MOST_RECORDED)
 
+    def __add__(self, other: "LearntPrompts") -> "LearntPrompts":
+        """The prompts of both."""
+        return LearntPrompts("".join(sorted(self.known() | other.known())), self.num_rows + other.num_rows)
+
     def known(self) -> set[str]:
         """The hashes, each by itself."""
         size = 2 * HASH_BYTES
@@ -76,6 +80,7 @@ class RecordedTraining:
     template_hash: str | None = None
     prompt_ending: PromptEnding | None = None
     prompts: LearntPrompts | None = None
+    earlier_prompts: LearntPrompts | None = None  # of the heads that it started from
     target_dtype: str | None = None
     target_quantization: str | None = None
     answers: list[AnswerSettings] | None = None
@@ -85,3 +90,9 @@ class RecordedTraining:
     def from_json(cls, record: dict[str, Any], *, where: str = "training") -> "RecordedTraining":
         """Raises BadInput naming a key of the wrong type."""
         return read_json(cls, {**record, "raw": record}, where=where)
+
+    @property
+    def learnt(self) -> LearntPrompts | None:
+        """All prompts that are recorded, of earlier trainings too."""
+        known = [part for part in (self.prompts, self.earlier_prompts) if part is not None]
+        return sum(known[1:], known[0]) if known else None

@@ -10,7 +10,7 @@ from ...heads.drafting.drafter import Drafter
 from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..figures.metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
-from ..figures.recorded_training import RecordedTraining, prompt_hash
+from ..figures.recorded_training import LearntPrompts, RecordedTraining, prompt_hash
 from ..suites.prompts import PromptSource, Suite
 from .batches import MeasuredBatch, timed_seconds
 from .result import DomainPart, VocabularyCoverage
@@ -135,14 +135,21 @@ def asked_as_trained(training: RecordedTraining | None, prompts: Sequence[Sequen
 
 
 def learnt_share(training: RecordedTraining | None, suite: Suite, target: Target) -> float | None:
-    """The share of first prompts that are prompts of the head's training rows, estimated where only some of these were
-    recorded; None if none were."""
-    if training is None or training.prompts is None:
-        return None
-    known = training.prompts.known()
+    """The share of first prompts that are prompts of the head's training rows, or of those of the heads that it started
+    from, estimated where only some of these were recorded; None if none were."""
+    recorded = [] if training is None else [part for part in (training.prompts, training.earlier_prompts) if part]
     pairs = zip(suite.prompts, suite.sources, strict=True)
-    seen = [prompt_hash(target.tokenizer.decode(prompt)) in known for prompt, source in pairs if source.turn == 1]
-    return rounded(min(1.0, sum(seen) / len(seen) * training.prompts.rows_per_recorded)) if seen else None
+    asked = [prompt_hash(target.tokenizer.decode(prompt)) for prompt, source in pairs if source.turn == 1]
+    if not recorded or not asked:
+        return None
+    shares = [num_known(part, asked) / len(asked) * part.rows_per_recorded for part in recorded]
+    return rounded(min(1.0, max(shares)))
+
+
+def num_known(recorded: LearntPrompts, hashes: Sequence[str]) -> int:
+    """How many of some prompts' hashes are recorded."""
+    known = recorded.known()
+    return sum(one in known for one in hashes)
 
 
 @torch.no_grad()

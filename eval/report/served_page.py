@@ -21,12 +21,15 @@ from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles
 from ..served.result import ServedResult
+from ..served.texts import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
 from .results.document import SCHEMA_VERSION, short_name
 from .results.drafter_words import served_words
 from .results.one_result import grouped
 from .sections import Figure, Section
+
+FEW_QUESTIONS = 8  # of fewer, figures over blocks of time say little
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,16 @@ def client_section(results: Sequence[ServedResult]) -> Section:
     return section
 
 
+def unproved_words(texts: TextCheck) -> str:
+    num = f"{texts.not_proved} texts differ and"
+    if texts.is_other:
+        return (
+            f"{num} cannot be proved: without drafts too the server's texts are not those of this target (packed "
+            "weights, a schema, an adapter?)"
+        )
+    return f"{num} were not held against the target"
+
+
 def cautions(results: Sequence[ServedResult]) -> list[str]:
     """What a reader must know beside the figures."""
     found = []
@@ -230,16 +243,19 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
             found.append(f"{where}: {others} are other ids in the server than by the target's template here")
         found += [f"{where}: {doubt}" for doubt in result.doubts]
+        if result.num_questions < FEW_QUESTIONS:
+            found.append(f"{where}: only {result.num_questions} different questions, which says little of others")
         if result.engine == "openai":
             found.append(f"{where}: every block asks the same prompts; a prefix cache that the server has knows them")
         if result.is_flattered:
             found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
         if result.acceptance is None:
-            found.append(f"{where}: the server has no counters of drafts, so the acceptance is not known")
+            why = "it does not draft, or does not show /metrics"
+            found.append(f"{where}: the server counts no drafts ({why}), so the acceptance is not known")
         if result.texts and result.texts.num_wrong:
             found.append(f"{where}: {result.texts.num_wrong} texts are not the target's own, and not by rounding")
         if result.texts and result.texts.not_proved:
-            found.append(f"{where}: {result.texts.not_proved} texts differ and were not held against the target")
+            found.append(f"{where}: {unproved_words(result.texts)}")
         if result.failed:
             first = result.failed[0]
             found.append(f"{where}: {len(result.failed)} questions failed, {first.row} first: {first.reason}")

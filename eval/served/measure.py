@@ -236,7 +236,10 @@ def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[R
     found = list[str]()
     counted = [record["counters"] for record in baseline if record["counters"]]
     if drafts.baseline == WITHOUT and any(one["num_drafted"] or one["num_accepted"] > 0 for one in counted):
-        found.append("the server without drafts drafts too: are --server and --baseline-server exchanged?")
+        found.append(
+            "the server without drafts drafts too, so two ways of drafting are compared: are --server and "
+            "--baseline-server exchanged? If not, name its way with --baseline-drafter"
+        )
     if drafts.sides[A].where is None:
         return found
     models = [sorted({record["model"] for record in side}) for side in (baseline, drafted)]

@@ -9,9 +9,9 @@ from typing import Any
 from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
-from ...targets.chat.prompts import chat_prompt_ids, plain_prompt
-from ...targets.chat.rows import VARIABLES, chat_of, is_chat, tools_in
-from ..suites.prompts import ChatOptions
+from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
+from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, tools_in
+from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -40,7 +40,7 @@ def origins_of(questions: Sequence[Question]) -> list[str]:
 
 @dataclass(frozen=True)
 class Questions:
-    """All rows of some files. num_turns_left: questions behind the first of a chat, which are not asked."""
+    """All rows of some files. num_turns_left: further questions of their chats, which are not asked."""
 
     asked: Sequence[Question]
     num_turns_left: int = 0
@@ -54,8 +54,16 @@ class Questions:
             if not rows:
                 raise BadInput(f"{path}: no row is in the file")
             asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
-            left += sum(max(0, len(row.get("turns") or []) - 1) for _, row in rows)
+            left += sum(turns_left(row, chat) for _, row in rows)
         return cls(asked, left)
+
+
+def turns_left(row: Mapping[str, Any], chat: ChatOptions) -> int:
+    """How many questions of a row are not asked: of `turns` all but the first, of recorded turns with images all but
+    the last."""
+    if chat.has_recorded_turns and has_parts(row):
+        return max(0, sum(one.get("role") == "assistant" for one in row["messages"]) - 1)
+    return max(0, len(row.get("turns") or []) - 1)
 
 
 def questions_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatOptions) -> list[Question]:
@@ -76,13 +84,16 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
     """Raises BadInput if the row is malformed."""
     passed = {key: row[key] for key in PASSED_ON if row.get(key) is not None}
     if not is_chat(row):
-        ids = row.get("input_ids") or (None if tokenizer is None else tokenizer(plain_prompt(row, origin))["input_ids"])
+        if chat != DEFAULT_CHAT:
+            raise BadInput(f"{origin}: {NEEDS_CHAT}")
+        known = tokenizer is not None or row.get("input_ids") is not None
+        ids = prompt_ids(row, tokenizer, origin=origin) if known else None
         return Question(origin, PLAIN, {"prompt": ids or plain_prompt(row, origin), **passed}, ids)
     row = chat.of_row(dict(row))
     tools, ids = tools_in(row, origin), None
     if has_parts(row):  # images and other parts: as they are
         messages = [*row["messages"]]
-        if row.get("system"):
+        if row.get("system") and messages[0].get("role") != "system":
             messages.insert(0, {"role": "system", "content": row["system"]})
         while messages and messages[-1].get("role") == "assistant":
             messages.pop()
@@ -94,6 +105,7 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
             ids = chat_prompt_ids(whole, tokenizer, origin=origin)
     body: dict[str, Any] = {"messages": messages, **passed}
     body |= {"tools": tools} if tools else {}
+    variables.pop(DAY, None)  # a function of templates; as a text it would hide the server's
     body |= {VARIABLES: variables} if variables else {}
     return Question(origin, CHAT, body, ids)
 

@@ -40,11 +40,13 @@ class PromptCheck:
 class TextCheck:
     """Greedy texts with drafts beside those without: each different text of each question, in all blocks. by_ids: of
     those compared, how many by token ids; the others by characters. not_proved: differ, and were not held against the
-    target, which could not be loaded here."""
+    target, which could not be loaded here, or is not what the server computes. is_other: a text without drafts is not
+    the target's own either: the server's weights are packed, a schema or an adapter changes its texts, ..."""
 
     report: LosslessReport
     by_ids: int
     not_proved: int
+    is_other: bool = False
 
     @property
     def num_wrong(self) -> int:
@@ -71,7 +73,7 @@ def check_texts(
 ) -> TextCheck:
     """Args: prompts: by question, the ids that the server read, where it gives them. load_target: called where a text
     differs; None: it cannot be loaded here."""
-    plain, whole, by_ids, not_proved = texts_in(baseline), LosslessReport(), 0, 0
+    plain, whole, by_ids, not_proved, is_other = texts_in(baseline), LosslessReport(), 0, 0, False
     for number, told in ((number, told) for number, texts in texts_in(drafted).items() for told in texts):
         if number not in plain:
             continue
@@ -85,6 +87,7 @@ def check_texts(
             if ours != theirs and known and prompt and whole.checked - whole.identical < MOST_PROVED
             else None
         )
+        is_other = is_other or (target is not None and first_not_own(target, prompt or [], theirs) is not None)
         not_proved += ours != theirs and target is None
 
         def prove(
@@ -93,4 +96,4 @@ def check_texts(
             return [0 if target is None else first_not_own(target, prompt, ours, baseline=theirs)]
 
         whole += compare_texts([theirs], [ours], prove, numbers=[number])
-    return TextCheck(whole, by_ids, not_proved)
+    return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)

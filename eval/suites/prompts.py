@@ -48,6 +48,7 @@ class ChatOptions:
 
 
 DEFAULT_CHAT = ChatOptions()
+NEEDS_CHAT = "a system prompt, thinking or recorded turns need a chat template and rows of `messages` or `turns`"
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,7 @@ def build_suite(
         row = chat.of_row(given)
         asked = asks_template(row, tokenizer)
         if not asked and chat != DEFAULT_CHAT:
-            needs = "a system prompt, thinking or recorded turns need a chat template and rows of `messages` or `turns`"
-            raise BadInput(f"{origin}: {needs}")
+            raise BadInput(f"{origin}: {NEEDS_CHAT}")
         with naming_faults(row, origin):
             source = PromptSource(number, Path(origin).name, domain_of(row, origin=origin), question_of(row, origin))
             if asked and tokenizer.chat_template:

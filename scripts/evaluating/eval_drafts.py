@@ -1,5 +1,6 @@
 """The drafters, trees and adapters that `headstart eval` is asked to measure."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -130,6 +131,9 @@ def states_in(folder: str) -> list[str]:
     folder = str(Path(folder).expanduser())
     inside = {file.parent for name in STATE_FILES for file in Path(folder).glob(f"[!.]*/{name}")}
     if not inside or any(Path(folder, name).is_file() for name in STATE_FILES):
+        if inside:
+            more = f"{len(inside)} more inside are not measured; give them by name"
+            print(f"headstart: --checkpoint {folder}: {more}", file=sys.stderr)
         return [folder]
     return sorted(map(str, inside), key=lambda path: (len(path), path))
 

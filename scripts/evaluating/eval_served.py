@@ -24,7 +24,7 @@ from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.figures import Slo
 from ...eval.served.load import Load
 from ...eval.served.measure import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
-from ...eval.served.questions import Questions
+from ...eval.served.questions import PLAIN, Questions
 from ...eval.served.result import WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
@@ -39,8 +39,6 @@ from .eval_run import warn
 HEADS = "served_heads"  # the folder in the output for heads as the engine reads them
 UNKNOWN, HEADROOM = range(2048), 64  # a prompt whose ids are not known here, and what a template may add
 ARRIVING = 16  # questions at once for which there is room where they arrive at a rate
-SHARED_MEMORY = ("--gpu-memory-utilization", "--mem-fraction-static")  # flags that leave room for a second server
-GPU = Path("/dev/nvidiactl")
 ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
 
 
@@ -75,10 +73,6 @@ class WantedServers:
         loads = [*map(Load, self.concurrency), *(Load(rate=rate) for rate in self.rates)]
         return loads or [Load()]
 
-    def at_once(self) -> bool:
-        """Whether two servers have room beside each other: on GPUs only where their share of memory is named."""
-        return bool(self.engine.server) or not GPU.exists() or any(flag in self.engine.args for flag in SHARED_MEMORY)
-
 
 def engine_or_running(name: str, python: str, args: str, server: str, baseline_server: str) -> EngineSetting:
     """The engine of the options; of a server without a name, the one that answers there. Raises BadInput."""
@@ -94,6 +88,8 @@ class WantedMeasurement:
     """The options of `headstart eval` that a server is measured with."""
 
     target: str
+    dtype: str = ""  # of our own forward of texts that differ; empty: as for our own engine
+    device: str = ""
     heads: Sequence[str] = ()
     drafters: Sequence[str] = ()
     num_draft_tokens: int | None = None
@@ -117,10 +113,9 @@ def evaluate_served(
         wanted.served_by.command(wanted.engine.python or wanted.served_by.program, asked.target, [], [])
     with OwnedFolder(output, command="headstart eval", settings=settings) as folder:
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
-        tokenizer = tokenizer_of(asked.target)
-        questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
+        questions = questions_in(asked)
         if questions.num_turns_left:
-            warn(f"{questions.num_turns_left} questions behind the first of a chat are not asked")
+            warn(f"{questions.num_turns_left} further questions of chats are not asked")
         with BatchStore(folder.path, on_first=folder.keep) as store:
             if num := len(store):
                 warn(f"{store.path}: {num} blocks of an unfinished measurement; those of these settings are kept")
@@ -165,7 +160,7 @@ def config_of(engine: ServerEngine, wanted: WantedServers, asked: WantedMeasurem
         num_repeats=2 * asked.repeats,
         seed=seed,
         slo=Slo.of(wanted.slo) if wanted.slo else None,
-        at_once=wanted.at_once(),
+        at_once=wanted.engine.has_room_for_two,
     )
 
 
@@ -250,6 +245,18 @@ def drafting_words(
     return words[at], engine.with_length(drafting, length) if length else drafting, length or num
 
 
+def questions_in(asked: WantedMeasurement) -> Questions:
+    """Raises BadInput."""
+    tokenizer = tokenizer_of(asked.target)
+    questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
+    if getattr(tokenizer, "chat_template", None) and any(one.path == PLAIN for one in questions.asked):
+        warn(
+            "rows of `prompt` are continued as plain text; for answers as in a chat, give `messages` or `turns`, which "
+            "go through the server's chat template"
+        )
+    return questions
+
+
 def tokenizer_of(target: str) -> Any:
     """None, said in a line, where there is none here: the prompts' ids are then not known."""
     try:
@@ -261,12 +268,13 @@ def tokenizer_of(target: str) -> Any:
 
 def loader(asked: WantedMeasurement) -> Callable[[], Target | None]:
     """Loads the target, with its adapter, once, where it can be loaded here."""
-    path, device, adapter = asked.target, default_device(), asked.adapter and asked.adapter.path
+    path, device, adapter = asked.target, asked.device or default_device(), asked.adapter and asked.adapter.path
 
     @cache
     def load() -> Target | None:
         try:
-            return Target.load(path, dtype=default_dtype(path, device), device=device, adapter=adapter)
+            dtype = asked.dtype or default_dtype(path, device)
+            return Target.load(path, dtype=dtype, device=device, adapter=adapter)
         except (BadInput, RuntimeError, MemoryError) as error:
             warn(f"target {path} cannot be loaded here, so differing texts are not proved: {error}")
             return None

@@ -68,8 +68,9 @@ def as_question(messages: Sequence[Any]) -> str:
 
 
 def plain(question: str) -> str:
-    """A question whose messages are `plain_text`, by which duplicates are found, as in look-ups and `data prepare`."""
-    return as_question([{**one, "content": plain_text(str(one.get("content")))} for one in json.loads(question)])
+    """A question whose messages are `plain_text`, without the system prompt, by which duplicates are found."""
+    asked = [one for one in json.loads(question) if one.get("role") != "system"]
+    return as_question([{**one, "content": plain_text(str(one.get("content")))} for one in asked])
 
 
 def split_prompts(

@@ -65,14 +65,14 @@ def try_server(run: Session[Any, Any], *, most: int) -> Serving:
     asked = ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
     what = f"trying {title}'s server"
-    report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", until=until)
+    report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
     if problem:
         return Serving(problem)
     results = read_served(Path(report)).results
     sides = [side for one in results for side in (one.baseline, one.drafted)]
     asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
     serving = Serving(
-        start_seconds=round(max(run.clock.used - started - asking, 0.0) / 2, 1),  # it was started twice
+        start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
         tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
     )
     least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
@@ -108,6 +108,7 @@ def served_report(
     asked: Sequence[str],
     *,
     name: str,
+    repeats: int = REPEATS,
     seconds: float | None = None,
     until: float | None = None,
 ) -> tuple[str, str]:
@@ -116,7 +117,7 @@ def served_report(
     arguments = ["eval", *engine_words(settings), "--target", settings.target]
     arguments += ["--adapter", settings.adapter] if settings.adapter else []
     arguments += [word for drafter in drafters for word in ("--drafter", drafter)]
-    arguments += ["--prompts", str(run.data / "held_out.jsonl"), "--repeats", str(REPEATS)]
+    arguments += ["--prompts", str(run.data / "held_out.jsonl"), "--repeats", str(repeats)]
     try:
         arguments += [*asked, "--output", str(output)]
         record = run.step(what, arguments, name=name, seconds=seconds, until=until)
@@ -137,10 +138,14 @@ def server_of(run: Session[Any, Any]) -> Serving | None:
     return None if serving is None or serving.problem else serving
 
 
+def starts(run: Session[Any, Any], *, repeats: int) -> int:
+    """How often servers are started: one of each side where both have room, else anew at each change of sides."""
+    return 2 if run.settings.engine.has_room_for_two else 2 * repeats + 1
+
+
 def served_seconds(run: Session[Any, Any], serving: Serving, *, num_prompts: int, most: int) -> float:
-    """Estimated seconds of a measurement of one drafter in the server, which is started twice. Args: most: tokens of an
-    answer."""
-    seconds = 2 * serving.start_seconds
+    """Estimated seconds of a measurement of one drafter in the server. Args: most: tokens of an answer."""
+    seconds = starts(run, repeats=REPEATS) * serving.start_seconds
     for size, speed in zip(run.settings.concurrency, serving.tokens_per_second, strict=True):
         tokens = len(Load(size).numbers(num_prompts)) * most
         seconds += 4 * REPEATS * tokens / max(speed, 1e-3)

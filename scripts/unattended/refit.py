@@ -58,9 +58,13 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         return read_traffic(self.settings.traffic)
 
     @cached_property
-    def replay(self) -> list[ServedChat]:
+    def old_traffic(self) -> Traffic:
         """The old rows."""
-        return read_traffic(self.settings.replay).rows if self.settings.replay else []
+        return read_traffic(self.settings.replay) if self.settings.replay else Traffic([], {}, 0)
+
+    @property
+    def replay(self) -> list[ServedChat]:
+        return self.old_traffic.rows
 
     @cached_property
     def sides(self) -> tuple[Parts, Parts]:
@@ -112,8 +116,9 @@ def find_rows(run: RefitRun) -> Found:
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
     found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
     run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
-    for reason, count in list(found.unread.items())[:3]:
-        run.say(f"  {count} rows are left out: {reason}")
+    for option, unread in (("--traffic", found.unread), ("--replay", run.old_traffic.unread)):
+        for reason, count in list(unread.items())[:3]:
+            run.say(f"  {option}: {count} rows are left out: {reason}")
     return found
 
 

@@ -223,7 +223,7 @@ def test_sigterm_to_the_launcher_saves_once_for_all_ranks(launching, tmp_path):
     process = subprocess.Popen(line, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     launching.wait_for_rows(half, 5)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode != 0 and "SIGTERM: stopped at step" in said
     (saved,) = checkpoints(half / "checkpoints")
     assert json.loads((saved / "trainer.json").read_text())["step"] == len(losses(half))

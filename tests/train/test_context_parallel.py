@@ -6,6 +6,8 @@ import pytest
 from headstart.base.errors import BadInput
 from run_files import losses
 
+pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
+
 SHARED = "train.context_parallel=2"
 HEADS = {
     "eagle3": {"start": "random", "sliding_window": 9},

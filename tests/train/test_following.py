@@ -205,6 +205,16 @@ def test_steps_end_where_the_config_says(start, config, target):
     assert [head.follow(rolled(target)[0]).steps for _ in range(3)] == [2, 1, 0]
 
 
+def test_rollouts_without_a_position_to_learn_move_nothing(start, config, target):
+    """Answers of one token, as of a policy that has collapsed."""
+    start("medusa")
+    head = FollowingHead(target, config(), share=None)
+    head.follow(rolled(target)[0])  # momentum is there
+    before = {name: tensor.clone() for name, tensor in head.head.state_dict().items()}
+    head.follow(Rollouts([[1, 5, 9, 2], [1, 7, 2]], [3, 2]))
+    assert all(torch.equal(before[name], tensor) for name, tensor in head.head.state_dict().items())
+
+
 def test_what_cannot_be_followed_is_refused(start, config, target, policy, tiny_target):
     with pytest.raises(BadInput, match="start: no such folder"):
         FollowingHead(target, config())
@@ -212,6 +222,11 @@ def test_what_cannot_be_followed_is_refused(start, config, target, policy, tiny_
     head = FollowingHead(target, config())
     with pytest.raises(BadInput, match="2 rollouts with 1 prompt lengths"):
         head.follow(Rollouts([[1, 2], [1, 2]], [1]))
+    states = head.states_of([torch.zeros(2, 2, target.hidden_size)] * (target.num_layers + 1))
+    with pytest.raises(BadInput, match=r"states \[2, 2, 32\] are not of 2 rollouts of up to 3 tokens"):
+        head.follow(Rollouts([[1, 2], [1, 2, 3]], [1, 1], states))
+    with pytest.raises(BadInput, match="lora_rank, accumulation"):
+        FollowingHead(target, config("third", lora_rank=4))
     adapted = MedusaConfig(type="medusa", num_depths=3, target_lora_rank=2)
     save_head(build_head(adapted, tiny_target("llama")), folder)
     with pytest.raises(BadInput, match="adapters on the target, whose answers would be others"):

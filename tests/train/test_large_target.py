@@ -116,4 +116,4 @@ def test_training_starts_in_the_memory_of_the_output_layer(large, tmp_path):
     memory, seconds = map(float, done.stdout.split("used ")[1].split())
     most = 4.5 if multiplies_bf16() else 8  # the latter keeps the output layer's panels in fp32: 7.1 GB with AVX2
     assert memory < most * GB, f"{memory / GB:.2f} GB, of which 2.1 are the output layer and 1.1 the head in training"
-    assert seconds < 60, f"{seconds:.0f} s of a processor in all, after {time.time() - began:.0f} s"
+    assert seconds < 150, f"{seconds:.0f} s of a processor in all, after {time.time() - began:.0f} s"

@@ -13,6 +13,8 @@ from headstart.base.errors import BadInput
 from run_files import losses, validations
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+pytestmark = pytest.mark.timeout(600, func_only=True)  # not counting the compilation for DeepSpeed
+
 SHARDED = "train.shard_target=true"
 HEADS = {"medusa": {}, "eagle3": {"start": "fitted"}}
 

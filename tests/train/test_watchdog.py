@@ -60,13 +60,13 @@ def test_a_process_with_progress_or_without_a_watchdog_ends_by_itself(minutes, s
 def test_where_one_rank_is_stuck_all_end_and_say_where_they_stand(backend, launching, shared_memory_op, tmp_path):
     log = tmp_path / "run.log"
     log.with_name("run.log.stuck").touch()
-    processes = launching.start(backend, tmp_path / "run", "train.watchdog_minutes=0.15", "train.validate_every=0")
+    processes = launching.start(backend, tmp_path / "run", "train.watchdog_minutes=0.3", "train.validate_every=0")
     codes = launching.wait(processes)
     assert codes[1] == 124 and codes[0] in (124, 1), log.read_text()[-3000:]  # 1: its connection ended first
     told = {line.partition(": no progress")[0]: line for line in log.read_text().splitlines() if "no progress" in line}
     if codes[0] == 124:
-        assert told["headstart: rank 0 of 2"].endswith("for 0.15 minutes (train.watchdog_minutes), at " + AT_STEP_4)
-    assert told["headstart: rank 1 of 2"].endswith("for 0.15 minutes (train.watchdog_minutes), at step 3: its figures")
+        assert told["headstart: rank 0 of 2"].endswith("for 0.3 minutes (train.watchdog_minutes), at " + AT_STEP_4)
+    assert told["headstart: rank 1 of 2"].endswith("for 0.3 minutes (train.watchdog_minutes), at step 3: its figures")
     assert "in step\n" in log.read_text()  # the stacks
 
 

@@ -47,7 +47,8 @@ def read_report(path: Path) -> Report:
     try:
         document = loads(path.read_text())
         if "served" in document:
-            raise BadInput(f"{path}: a report of a server; heads are set beside each other there by --baseline-drafter")
+            how = "to compare heads there, name them in one command, --drafter head:A@3 --drafter head:B@3"
+            raise BadInput(f"{path}: a report of a server; {how}")
         version, parts = document["schema_version"], [document[key] for key in ("environment", "target", "results")]
     except BadInput:
         raise

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ def configured(tmp_path):
     def write(*servers, num_rows=24, **keys):
         rows = [{"prompt": f"question {number}"} for number in range(num_rows)]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        client = {"backoff": 0.01, "patience": 3, "timeout": 0.5, "concurrency": 4, **keys.pop("client", {})}
+        client = {"backoff": 0.01, "patience": 60, "timeout": 60, "concurrency": 4, **keys.pop("client", {})}
         sections = {
             "sources": str(tmp_path / "prompts.jsonl"),
             "output": str(tmp_path / "out"),
@@ -102,22 +103,24 @@ def test_what_fails_once_is_asked_again(configured, tmp_path):
 
 
 def test_a_server_that_stalls_is_not_waited_for(configured):
+    over = threading.Event()
+
     def stall(server, body, attempt):
         if attempt == 1 and body["messages"][0]["content"].endswith("7"):
-            time.sleep(1.0)
+            over.wait(60)
 
     with serving(stall) as server:
-        started = time.monotonic()
-        counts = run(configured(server, client={"timeout": 0.2})).counts
-    assert counts.answered == 24 and time.monotonic() - started < 6
+        counts = run(configured(server, client={"timeout": 0.5})).counts
+        assert counts.answered == 24, "before those that stalled ever came"
+        over.set()
+    assert sum(num > 1 for num in server.attempts.values()) >= 2, "rows 7 and 17 were asked again"
 
 
 def test_no_more_requests_at_a_time_than_asked_for(configured):
-    with serving(delay=0.02) as first, serving(delay=0.02) as second:
-        run(configured(first, second, num_rows=60, client={"concurrency": 5}))
-    assert first.most_at_once <= 5 and second.most_at_once <= 5
-    assert first.most_at_once == second.most_at_once == 5, "both are kept busy"
-    assert 15 <= len(first.bodies) <= 45, "the work is shared"
+    with serving(delay=0.2) as first, serving(delay=0.2) as second:
+        run(configured(first, second, num_rows=40, client={"concurrency": 5}))
+    assert first.most_at_once == second.most_at_once == 5, "both are kept busy, and no busier"
+    assert 10 <= len(first.bodies) <= 30, "the work is shared"
 
 
 @pytest.mark.slow

@@ -54,6 +54,17 @@ def test_a_chat_is_read_from_every_kind_of_log(read, line):
     assert "truncated" not in row.row
 
 
+def test_what_the_template_was_told_is_kept(read):
+    """A system prompt beside the messages, how much to think; the question is the same under another system prompt."""
+    answered = [*USER, {"role": "assistant", "content": "Two miles."}]
+    told = {"messages": answered, "reasoning_effort": "low"}
+    rows = read({"system": "Be brief.", **told}, {"system": "Be kind.", **told}, {"messages": answered}).rows
+    assert [row.row["messages"][0]["content"] for row in rows] == ["Be brief.", "Be kind.", USER[0]["content"]]
+    assert (
+        rows[0].row["chat_template_kwargs"] == {"reasoning_effort": "low"} and len({row.question for row in rows}) == 1
+    )
+
+
 @pytest.mark.parametrize("line", PLAIN.values(), ids=PLAIN)
 def test_a_completion_stays_plain_text(read, line):
     [row] = read(line).rows

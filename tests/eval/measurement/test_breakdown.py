@@ -115,3 +115,6 @@ def test_prompts_that_a_head_was_trained_on_are_counted(chat_target):
     many = RecordedTraining({}, prompts=replace(learnt, num_rows=30_000))
     assert learnt_share(many, suite, chat_target) == 0.75, "of half as many again: a third of the rows is not known"
     assert learnt_share(RecordedTraining({}), suite, chat_target) is None
+    refitted = RecordedTraining({}, prompts=LearntPrompts.of([decode([1, 30])], num_rows=1), earlier_prompts=learnt)
+    assert learnt_share(refitted, suite, chat_target) == 0.5, "what a head learnt before it was trained on counts too"
+    assert refitted.learnt is not None and len(refitted.learnt.known()) == refitted.learnt.num_rows == 3

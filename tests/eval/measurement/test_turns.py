@@ -132,6 +132,24 @@ def test_a_server_is_asked_every_recorded_turn_with_the_same_prompt(chat, tool_t
     assert asked[1].row == "a.jsonl:1, turn 2"
 
 
+def test_a_server_is_asked_what_our_own_engine_would_be(chat_target, written):
+    day = {"strftime_now": "2025-05-01", "tone": "dry"}
+    system = {"role": "system", "content": "w9"}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    rows = written(
+        "a.jsonl",
+        {"input_ids": [1, 5, 6, 7, 8], "prompt_length": 3},
+        {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": day},
+        {"messages": [system, image], "system": "w8"},
+    )
+    ready, chat, seen = Questions.read([str(rows)], chat_target.tokenizer, limit=None, chat=ChatOptions()).asked
+    assert ready.ids == ready.body["prompt"] == [1, 5, 6]
+    assert chat.body["chat_template_kwargs"] == {"tone": "dry"}, "a day as text would hide the server's function"
+    assert seen.body["messages"] == [system, image]
+    with pytest.raises(BadInput, match="need a chat template"):
+        Questions.read([str(written("b.jsonl", {"prompt": "w5"}))], None, limit=None, chat=ChatOptions(system="w8"))
+
+
 def test_recorded_turns_are_read_from_messages(chat_target, written):
     rows, problem = written("a.jsonl", TURNS), "a.jsonl:1: has no recorded answers; --turns recorded reads `messages`"
     with pytest.raises(BadInput, match=problem):

@@ -100,7 +100,7 @@ def test_reports_are_read_and_others_refused(tmp_path):
     with pytest.raises(BadInput, match="no report of headstart eval"):
         read_evaluation(tmp_path, "a")
     (tmp_path / "report.json").write_text('{"schema_version": 3, "served": []}')
-    with pytest.raises(BadInput, match="report.json: a report of a server; heads are set beside each other"):
+    with pytest.raises(BadInput, match="report.json: a report of a server; to compare heads there, name them"):
         read_evaluation(tmp_path, "a")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
+from headstart.engines.servers import setting
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.report.served_page import ServedReport, read_served, write_served
 from headstart.eval.served.figures import Percentiles, SideFigures
@@ -47,7 +48,8 @@ def auto(headstart, chat_target, traffic, in_process, tmp_path):
 
 def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machine_is, python, in_process, tmp_path):
     machine_is(medusa=2.5)
-    said, found = auto(f"--budget 20s --max-new-tokens 12 --engine vllm --engine-python {python} --concurrency 1")
+    words = "--engine vllm --concurrency 1 --engine-args '--step 0.004'"
+    said, found = auto(f"--budget 20s --max-new-tokens 12 {words} --engine-python {python}")
     assert [words[words.index("--engine") + 1] for words in in_process] == ["vllm", "vllm"], "tried, then measured"
     assert found["serving"]["problem"] == "" and found["serving"]["tokens_per_second"][0] > 0
     decision = found["decision"]
@@ -226,6 +228,22 @@ def test_a_run_that_was_killed_goes_on_with_a_new_server(answered, in_process, m
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From figures alone
+
+
+@pytest.mark.parametrize(
+    ("args", "has_gpu", "expected"),
+    [
+        ("", False, True),
+        ("", True, False),
+        ("--gpu-memory-utilization 0.9", True, False),
+        ("--gpu-memory-utilization=0.45", True, True),
+        ("--mem-fraction-static 0.4", True, True),
+    ],
+)
+def test_two_servers_are_up_together_where_each_has_half_of_a_gpu(args, has_gpu, expected, tmp_path, monkeypatch):
+    (tmp_path / "gpu").touch()
+    monkeypatch.setattr(setting, "GPU", tmp_path / ("gpu" if has_gpu else "none"))
+    assert EngineSetting(name="vllm", args=args).has_room_for_two is expected
 
 
 def run_of(tmp_path, *, fails=False, is_late=False, **settings) -> Any:
