@@ -10,6 +10,7 @@ from ..proof.own_forward import first_not_own
 from .figures import Record
 from .questions import Question
 
+OTHER = 0.25  # share of texts without drafts that rounding may leave unproved, at most
 MOST_PROVED = 40  # texts that differ, held against our forward; each takes a forward over its whole length
 Told = tuple[list[int] | None, str]  # a text as its ids, where the server gives them, and as characters
 
@@ -40,8 +41,8 @@ class PromptCheck:
 class TextCheck:
     """Greedy texts with drafts beside those without: each different text of each question, in all blocks. by_ids: of
     those compared, how many by token ids; the others by characters. not_proved: differ, and were not held against the
-    target, which could not be loaded here, or is not what the server computes. is_other: a text without drafts is not
-    the target's own either: the server's weights are packed, a schema or an adapter changes its texts, ..."""
+    target, which could not be loaded here, or whose own the text without drafts is not either. is_other: so many are
+    not that the server must compute something else: packed weights, a schema, an adapter; then none is proved."""
 
     report: LosslessReport
     by_ids: int
@@ -73,7 +74,7 @@ def check_texts(
 ) -> TextCheck:
     """Args: prompts: by question, the ids that the server read, where it gives them. load_target: called where a text
     differs; None: it cannot be loaded here."""
-    plain, whole, by_ids, not_proved, is_other = texts_in(baseline), LosslessReport(), 0, 0, False
+    plain, whole, by_ids, not_proved, num_held, num_other = texts_in(baseline), LosslessReport(), 0, 0, 0, 0
     for number, told in ((number, told) for number, texts in texts_in(drafted).items() for told in texts):
         if number not in plain:
             continue
@@ -87,7 +88,10 @@ def check_texts(
             if ours != theirs and known and prompt and whole.checked - whole.identical < MOST_PROVED
             else None
         )
-        is_other = is_other or (target is not None and first_not_own(target, prompt or [], theirs) is not None)
+        if target is not None and prompt:
+            num_held += 1
+            if first_not_own(target, prompt, theirs) is not None:  # there is nothing to hold the other text against
+                num_other, target = num_other + 1, None
         not_proved += ours != theirs and target is None
 
         def prove(
@@ -96,4 +100,5 @@ def check_texts(
             return [0 if target is None else first_not_own(target, prompt, ours, baseline=theirs)]
 
         whole += compare_texts([theirs], [ours], prove, numbers=[number])
+    is_other = num_other > OTHER * num_held
     return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)
