@@ -20,7 +20,7 @@ from ...engines.servers.table import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles
-from ..served.result import ServedResult
+from ..served.result import DRAFTS_TOO, ServedResult
 from ..served.texts import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
@@ -76,6 +76,8 @@ def sentences(results: Sequence[ServedResult]) -> list[str]:
     for drafter, same in grouped(results, lambda result: result.drafter).items():
         title = SERVER_ENGINES[same[0].engine].title
         beside = "" if same[0].is_beside_none else f", beside {served_words(same[0].baseline_drafter)}"
+        if any(doubt.startswith(DRAFTS_TOO) for result in same for doubt in result.doubts):
+            beside = ", beside a server that drafts too"
         found.append(f"{title} with {served_words(drafter)}{beside}: {'; '.join(map(verdict, same))}.")
     return found
 

@@ -22,7 +22,7 @@ from ..suites.prompts import FailedPrompt
 from .figures import Record, Slo, record_of, side_figures, speedup
 from .load import Asker, Load, run_block, warm_up
 from .questions import Question, origins_of
-from .result import WITHOUT, ServedResult, ServerAcceptance
+from .result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
 from .texts import PromptCheck, check_texts
 
 A, B = 0, 1  # without drafts, with them
@@ -237,8 +237,8 @@ def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[R
     counted = [record["counters"] for record in baseline if record["counters"]]
     if drafts.baseline == WITHOUT and any(one["num_drafted"] or one["num_accepted"] > 0 for one in counted):
         found.append(
-            "the server without drafts drafts too, so two ways of drafting are compared: are --server and "
-            "--baseline-server exchanged? If not, name its way with --baseline-drafter"
+            f"{DRAFTS_TOO}, so two ways of drafting are compared: are --server and --baseline-server exchanged? If "
+            "not, name its way with --baseline-drafter"
         )
     if drafts.sides[A].where is None:
         return found

@@ -12,6 +12,7 @@ from .load import Load
 from .texts import PromptCheck, TextCheck
 
 WITHOUT = "without drafts"  # of a baseline
+DRAFTS_TOO = "the server without drafts drafts too"  # the beginning of such a doubt
 
 
 @dataclass(frozen=True)

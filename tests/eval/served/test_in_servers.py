@@ -13,12 +13,13 @@ from headstart.base.errors import BadInput
 from headstart.engines.servers.address import Address
 from headstart.engines.servers.table import SERVER_ENGINES, engine_at
 from headstart.eval.measurement.resume import BatchStore
-from headstart.eval.report.served_page import cautions
+from headstart.eval.report.served_page import cautions, sentences
 from headstart.eval.served import texts
 from headstart.eval.served.figures import Slo, record_of, side_figures, speedup
 from headstart.eval.served.load import Asker, Load, run_block
 from headstart.eval.served.measure import ServedConfig, ServedDrafts, ServedSide, key_of, measure_in_servers
 from headstart.eval.served.questions import CHAT, PLAIN, Question, origins_of
+from headstart.eval.served.result import DRAFTS_TOO
 from serving_stand_in import StandIn, listening
 
 QUESTIONS = [Question(f"p.jsonl:{i}", PLAIN, {"prompt": [1, 5 + i]}, [1, 5 + i]) for i in range(6)]
@@ -139,8 +140,9 @@ def test_where_the_server_computes_otherwise_no_text_is_called_wrong(is_other, m
 def test_servers_that_differ_by_more_than_drafts_are_doubted(tmp_path):
     [result] = measured(StandIn(accepted=[1]), StandIn(model="small"), tmp_path)
     assert [line.split(":")[0] for line in result.doubts] == [
-        "the server without drafts drafts too", "the servers name their models differently",
+        f"{DRAFTS_TOO}, so two ways of drafting are compared", "the servers name their models differently",
     ]  # fmt: skip
+    assert "beside a server that drafts too" in sentences([result])[0]
     page = cautions([result])
     assert any("exchanged?" in line for line in page) and any("M and small" in line for line in page)
 
