@@ -42,7 +42,7 @@ def cache_root() -> Path:
 def write_text(path: str | Path, text: str) -> Path:
     """Writes a UTF-8 file; returns its path."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a half of a character
     return Path(path)
 
 
@@ -167,10 +167,10 @@ def remove_unfinished(folder: str | Path, name: str | None = None) -> None:
         match = re.fullmatch(r"\.(.+)\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.unfinished", path.name)
         if match is None or name not in (None, match[1]):
             continue
-        with suppress(FileNotFoundError):  # removed meanwhile, by another process
+        with suppress(OSError):  # removed meanwhile, by another process, or another user's
             is_known = match[3] == _numbering()
             if not is_running(int(match[2])) if is_known else time.time() - _last_change(path) > LEFT_SECONDS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def unfinished_name(name: str, process: int) -> str:
@@ -195,14 +195,14 @@ def _last_change(path: Path) -> float:
 def locked(path: str | Path, *, waits: bool = False) -> BinaryIO:
     """A file opened for reading and appending, created if missing, and locked until it is closed or the process ends.
 
-    The caller closes it. Raises BadInput if another process has locked it. Args: waits: until that has ended, instead;
-    on file systems without locks nothing is waited for.
+    The caller closes it. Raises BadInput if another process has locked it, which file systems without locks do not
+    know. Args: waits: until that has ended, instead.
     """
     file = Path(path).open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))  # the system ends it, also after a kill
     except OSError as error:
-        if waits:
+        if waits or error.errno in (*UNSUPPORTED, errno.ENOLCK):
             return file
         file.close()
         raise BadInput(f"{path}: in use by another process") from error

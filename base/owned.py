@@ -199,8 +199,11 @@ def _holder(file: BinaryIO) -> dict[str, Any]:
 
 
 def _is_held(file: BinaryIO) -> bool:
-    """Whether the named holder still has the folder, on file systems without locks."""
+    """Whether the named holder still has the folder, on file systems without locks. In a container every start may have
+    the same number."""
     holder = _holder(file)
+    if holder and holder["host"] == platform.node() and holder["pid"] == os.getpid():
+        return any(os.path.samestat(os.fstat(one.fileno()), os.fstat(file.fileno())) for one in _held)
     return bool(holder) and (holder["host"] != platform.node() or is_running(holder["pid"]))
 
 

@@ -33,8 +33,8 @@ def compare(
       headstart compare runs/kl-* runs/tv-*
       headstart compare runs/kl-2/eval runs/tv-1/eval
 
-    Prints of each run the steps done, the last loss, tokens per second, the tokens per forward of the best validation
-    (at which step), taught and where it was decoded, and settings in which the runs differ. Of evaluations (folders
+    Prints of each run the steps done, the last loss, tokens per second, the tokens per forward of the best validation,
+    at which step, and what decoding gave there, and settings in which the runs differ. Of evaluations (folders
     with report.json), on each suite who is ahead, whether the intervals overlap, and what besides the heads is not
     alike.
     """

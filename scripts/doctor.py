@@ -55,7 +55,7 @@ def doctor(
     if target:
         num, size = gpus or len(machine.gpus) or 1, memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=USUAL)
         if not machine.gpus and not (gpus and memory):
-            console.print(f"no GPU here: as on {num} of {size / 1e9:.0f} GB (--gpus, --memory)")
+            console.print(f"no GPU here: counted for {num} of {size / 1e9:.0f} GB; --gpus and --memory name others")
         can_run = show_ways(target, num_gpus=num, memory=size, engine_args=engine_args, console=console)
     elif gpus or memory or engine_args:
         raise BadInput("--gpus, --memory and --engine-args go with --target")

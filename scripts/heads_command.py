@@ -164,4 +164,8 @@ def reading(reads: dict[str, Any]) -> str:
 
 
 def in_bytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e7 else f"{size / 1e6:.3g} MB"
+    unit, factor = next(
+        (pair for pair in (("TB", 1e12), ("GB", 1e9)) if size >= pair[1] * (1 if pair[0] == "TB" else 0.01)),
+        ("MB", 1e6),
+    )
+    return f"{size / factor:.3g} {unit}"

@@ -112,7 +112,7 @@ def basis_lines(planned: Plan) -> list[str]:
         lines.append(f"prediction against measurement in {planned.check.words}")
     lines += [
         f"{requests_words(cell.batch_size)}: {setting_words(cell)}, measured {cell.known_speedup:.2f} times the speed; "
-        "headstart eval --verify-cost"
+        "to measure it again: headstart eval --verify-cost measured"
         for cell in planned.cells
         if cell.is_by_confidence
     ]

@@ -171,6 +171,7 @@ def card(head: "HeadFolder", repo: str, *, to: str, base_model: str, report: "Re
     measured = table(report) if report else "Not measured yet: `headstart eval` does it on your prompts."
     parts += ["## Measured", measured]
     recipe, data = recipe_of(head.path.parent if (head.path.parent / "config.yaml").is_file() else head.path)
+    recipe.pop("engine", None)  # where the target ran: addresses and flags of servers
     for title, value in (("## Data", data), ("## Recipe", recipe)):
         if value:
             parts += [title, f"```yaml\n{yaml.safe_dump(published(value, {}), sort_keys=False)}```"]
@@ -200,7 +201,7 @@ def table(report: "Report") -> str:
     rows = ["| suite | settings | acceptance length | speedup [95 %] |", "|---|---|---|---|"]
     for result in report.results:
         cells = [result.suite, settings(result), number(result.acceptance_length), speedup_words(result)]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in cells)} |")
     environment = report.environment
     where = f"With Headstart {environment.headstart} on {environment.device}, torch {environment.torch}."
     words = "Acceptance length: tokens per target forward; speedup: over the same engine without drafts."

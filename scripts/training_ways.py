@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..base.errors import BadInput
-from ..configs.loader import build, read_config
+from ..configs.loader import PACKAGE_CONFIGS, build, read_config
 from .heads_command import in_bytes
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Ways:
 
     @property
     def run(self) -> str:
-        return f"{RUN} target.path={self.path} data.train=CHATS.jsonl"
+        return f"{RUN} {shlex.quote(f'target.path={self.path}')} data.train=CHATS.jsonl"
 
     def training(self, key: str = "", *, num_processes: int | None = None) -> str:
         """The command that trains, with a further key of the run; by default in a process on each GPU."""
@@ -145,7 +145,9 @@ class Ways:
         parallel = ["--tensor-parallel-size", str(serving), "--no-enable-prefix-caching"]
         parallel += [] if left else ["--gpu-memory-utilization", f"{min(part / self.memory + FREE / 2, 1):.2f}"]
         parallel += shlex.split(self.server.arguments)
-        serve = f"PYTHONPATH={CONNECTOR} {shlex.join(['vllm', 'serve', self.path, *parallel, *flags])}"
+        serve = (
+            f"PYTHONPATH={shlex.quote(str(CONNECTOR))} {shlex.join(['vllm', 'serve', self.path, *parallel, *flags])}"
+        )
         train = self.training("engine.name=vllm engine.server=http://localhost:8000", num_processes=max(left, 1))
         if not left:
             needs = {"vLLM and training": part + self.without_layers}
@@ -160,7 +162,8 @@ def started(command: str, num_processes: int) -> str:
     if num_processes == 1:
         return f"headstart {command}"
     module = "headstart.train" if command == "train" else "headstart.scripts.data.extract"
-    return f"accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes {num_processes} -m {module}"
+    config = shlex.quote(str(PACKAGE_CONFIGS / "accelerate" / "ddp.yaml"))
+    return f"accelerate launch --config_file {config} --num_processes {num_processes} -m {module}"
 
 
 def show_ways(path: str, *, num_gpus: int, memory: float, engine_args: str, console: Console) -> bool:

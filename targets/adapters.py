@@ -29,7 +29,7 @@ def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int,
     Raises: BadInput if peft is missing, or the module already has adapters or has no layer for them.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model  # an optional part: see docs/reference/dependencies.md
+        from peft import LoraConfig, inject_adapter_in_model  # imported only where it is used
     except ImportError as error:
         raise BadInput(f"{key} {rank}: needs the package peft (pip install peft)") from error
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}

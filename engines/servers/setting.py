@@ -34,6 +34,8 @@ class EngineSetting:
             raise BadInput(f"{told}: goes with another engine; its name is {OURS}")
         if self.server and (self.python or self.args):
             raise BadInput("python, args: are of a server that is started; leave out server")
+        if "--api-key" in self.args:
+            raise BadInput("args: --api-key: reports would show it; set VLLM_API_KEY and HEADSTART_API_KEY instead")
         try:
             shlex.split(self.args)
         except ValueError as error:

@@ -98,7 +98,7 @@ def grid(most: float, *, axis: str, mark: float | None = None) -> list[Markup]:
 
 def series_css(number: int) -> str:
     """The classes with the colour and dash of a series."""
-    return f"c{number % NUM_COLOURS} d{number // NUM_COLOURS % 3}"
+    return f"c{number % NUM_COLOURS} d{(number + number // NUM_COLOURS) % 3}"
 
 
 def polyline(at: Sequence[tuple[float, float]], css: str) -> Markup:

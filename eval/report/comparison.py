@@ -128,7 +128,7 @@ def headline(ranks: Sequence[Standing]) -> str:
     if not contested:
         return "Nothing here was measured in more than one evaluation"
     if winners == {None}:
-        return "Not shown to differ: everywhere the intervals overlap"
+        return "Not shown to differ: on no traffic is one proved to be ahead"
     if len(winners) == 1:
         return f"{winners.pop()} is the fastest on all that several evaluations measured"
     named = ", ".join(f"{standing.winner} on {standing.traffic}" for standing in contested if standing.winner)

@@ -11,6 +11,7 @@ from .results.drafter_words import drafter_words
 from .results.one_result import (
     deviates,
     disturbance_words,
+    is_lossless,
     label,
     learnt_words,
     loop_words,
@@ -69,11 +70,21 @@ def results_table(results: Sequence[Result]) -> Table | None:
         columns.append(("tokens per forward [95 %]", lengths))
     else:
         columns.append(("tokens per forward", [number(result.acceptance_length) for result in results]))
-        columns.append(("tokens per second", [number(result.tokens_per_second, 0) for result in results]))
-    columns.append(("speedup [95 %]", [speedup_words(result) for result in results]))
+        columns.append(("tokens per second", [speed_words(result.tokens_per_second) for result in results]))
+    columns.append(("speedup [95 %]", [speedup_cell(result) for result in results]))
     rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
     caption = ", ".join(above) + ":"
     return Table(caption[0].upper() + caption[1:], [title for title, _ in columns], rows, num_labels)
+
+
+def speed_words(tokens_per_second: float | None) -> str:
+    """Whole tokens per second, below ten with a decimal."""
+    return number(tokens_per_second, 0 if (tokens_per_second or 0.0) >= 10 else 1)
+
+
+def speedup_cell(result: Result) -> str:
+    """With a word where the texts are not the target's own."""
+    return speedup_words(result) + ("" if is_lossless(result) else ", not lossless")
 
 
 def drafts_cell(result: Result) -> str:
@@ -100,7 +111,7 @@ def lossless_warnings(results: Iterable[Result]) -> list[str]:
         first = next((text for text in lossless.divergences if not text.is_proved), None)
         if first is not None and first.unproved is not None:
             count = f"{lossless.unexplained} of {lossless.checked} texts are not proved to be the target's own"
-            lines.append(f"{where}: {count}, the first at token {first.unproved + 1} behind prompt {first.prompt}")
+            lines.append(f"{where}: {count}, the first at token {first.unproved} behind prompt {first.prompt}")
         if deviates(result):
             lines.append(f"{where}: sampled texts are not distributed as the target's")
     return lines

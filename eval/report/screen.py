@@ -32,7 +32,7 @@ def screen_lines(conclusion: Conclusion, table: Table | None, written: str) -> l
     room = MOST_LINES - len(first) - len(last)
     cautions = fitting(conclusion.cautions, room - len(head) - min(len(rows), LEAST_ROWS))
     room -= len(cautions) + len(head)
-    if len(rows) > room:
+    if len(rows) > max(room, 1):
         shown = max(room - 1, 1)
         rows = [*rows[:shown], f"and {len(rows) - shown} more rows in the report"]
     return [*first, *cautions, *head, *rows, *last]

@@ -175,6 +175,9 @@ def environment_section(reports: Mapping[str, Report], results: Sequence[Result]
         section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
     entries = [result.to_json() for result in results]
     entries = [entry | entry["rendering"] for entry in entries]
-    shown = {key: dict.fromkeys(cell(entry[key] or None) for entry in entries) for key in SETTINGS_SHOWN}
+    shown = {
+        key: dict.fromkeys(cell(None if entry[key] in ("", None, {}) else entry[key]) for entry in entries)
+        for key in SETTINGS_SHOWN
+    }
     rows = [[key.replace("_", " "), ", ".join(values)] for key, values in shown.items() if values]
     return section.add_table("Settings", ["key", "value"], rows)

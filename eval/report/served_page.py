@@ -87,7 +87,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     the next one; K is 0 where no interval proves a gain. Of the drafter with the best figure: a server has one."""
     known = [result for result in results if len(result.order) >= 2 * LEAST_TIMED or result.load.is_single]
     closed = [result for result in known if result.load.rate is None and result.num_draft_tokens]
-    proved = [result for result in closed if result.pays]
+    proved = [result for result in closed if result.is_deployable]
     if not proved:
         return []
     best = max(proved, key=lambda result: result.speedup or 0.0).drafter.partition(" at K ")[0]
@@ -95,7 +95,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     sizes = sorted({result.load.concurrency for result in same})
     ranges: list[list[int]] = []
     for size, following in zip(sizes, [*sizes[1:], sizes[-1] + 1], strict=True):
-        here = [result for result in same if result.load.concurrency == size and result.pays]
+        here = [result for result in same if result.load.concurrency == size and result.is_deployable]
         chosen = max(here, key=lambda result: result.speedup or 0.0).num_draft_tokens if here else 0
         if ranges and ranges[-1][2] == chosen:
             ranges[-1][1] = following - 1
@@ -123,7 +123,9 @@ def verdict(result: ServedResult) -> str:
         return f"{result.load.name}: {result.speedup:.2f} times as fast, too few answers for an interval"
     figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
     off = ", leave drafts off" if result.is_beside_none else ", slower"
-    advice = "" if low > 1 else off if high < 1 else ", which proves no difference"
+    advice = "" if low > 1 else off if high < 1 else ", so no difference is proved"
+    wrong = result.texts.num_wrong if result.texts else 0
+    advice = f", but {wrong} texts are not the target's own: do not deploy" if wrong else advice
     return f"{result.load.name}: {figures}{advice}"
 
 
@@ -141,7 +143,7 @@ def render_served(report: ServedReport, command: str) -> str:
         target=short_name(report.target),
         environment=report.environment,
         sentences=sentences(results),
-        pays=any(result.pays for result in results),
+        pays=any(result.is_deployable for result in results),
         schedule=schedule_line(results),
         cautions=cautions(results),
         sections=[load_section(results), latency_section(results), client_section(results)],
@@ -157,7 +159,10 @@ def load_section(results: Sequence[ServedResult]) -> Section:
                 at = lines.setdefault(served_words(name), {}).setdefault(result.load.name, [])
                 at.append((side.user_tokens_per_second, side.tokens_per_second))
     if lines:
-        caption = "Output tokens per second of the machine, over those of one user; a point is a load."
+        caption = (
+            "Up: tokens per second of the machine; right: of one user. Each point is one load; further up and to the right is "
+            "better."
+        )
         series = [Series(name, sorted(map(mean_point, loads.values()))) for name, loads in lines.items()]
         section.figures.append(Figure(caption, line_chart(caption, series, axis="tokens per second of one user")))
     rows = []
@@ -220,10 +225,12 @@ def client_section(results: Sequence[ServedResult]) -> Section:
     ]  # fmt: skip
     columns = ["drafts", "load", "side", "answers", "failed", "repeated", "client late, ms", "client's core"]
     section = Section("client").add_table("Our own client", columns, rows, 3)
-    for result in results[:1]:
-        named = zip(map(served_words, (result.baseline_drafter, result.drafter)), result.commands, strict=True)
-        section.add_table("Servers", ["side", "command or address"], [list(pair) for pair in named], 2)
-    return section
+    servers = [
+        pair
+        for result in results
+        for pair in zip(map(served_words, (result.baseline_drafter, result.drafter)), result.commands, strict=True)
+    ]
+    return section.add_table("Servers", ["side", "command or address"], list(map(list, dict.fromkeys(servers))), 2)
 
 
 def unproved_words(texts: TextCheck) -> str:

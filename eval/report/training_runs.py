@@ -49,7 +49,7 @@ def runs_table(runs: Sequence[TrainingRun]) -> Table:
     rows = []
     for run in runs:
         step, best = run.best or (None, None)
-        decoded = run.decoded[-1][1] if run.decoded else None
+        decoded = dict(run.decoded).get(step)  # of the validation whose figure stands beside it
         (steps, loss), speed = run.losses[-1], cell(round(run.tokens_per_second))
         rows.append([run.name, cell(steps), number(loss), speed, number(best), cell(step), number(decoded)])
     return Table("", columns, rows)

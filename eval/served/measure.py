@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,7 @@ class ServedSide:
 
     @property
     def words(self) -> str:
-        return self.where or " ".join(self.command)
+        return self.where or shlex.join(self.command)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ class ServedResult:
         low = self.speedup_ci95[0]
         return low is not None and low > 1
 
+    @property
+    def is_deployable(self) -> bool:
+        """Whether it pays, and no text is known to be wrong."""
+        return self.pays and not (self.texts and self.texts.num_wrong)
+
 
 def lower_end_among(result: ServedResult, num_results: int) -> float:
     """The lower end of its interval, where it was chosen for that end among so many results: each then has to hold in

@@ -263,5 +263,5 @@ def test_a_head_too_large_for_a_gpu_is_said(tmp_path):
 def test_without_a_gpu_it_counts_as_on_a_usual_one_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     output = doctor_of(tmp_path / "large").output
-    assert "no GPU here: as on 1 of 80 GB" in output and "way, on 1 x 80 GB" in output
+    assert "no GPU here: counted for 1 of 80 GB" in output and "way, on 1 x 80 GB" in output
     assert "go with --target" in str(CliRunner().invoke(app, ["doctor", "--gpus", "2"]).exception)

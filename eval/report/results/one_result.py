@@ -177,7 +177,10 @@ def learnt_words(results: Iterable[Result]) -> str:
 
 def learnt_text(share: float | None) -> str:
     """Says that this share of the prompts were prompts of the head's training; empty if none were, or it is unknown."""
-    return f"{share:.0%} of the prompts are prompts that the head was trained on" if share else ""
+    if not share:
+        return ""
+    words = "fewer than 0.1%" if share < 0.0005 else f"{share:.1%}" if share < 0.1 or share > 0.99 else f"{share:.0%}"
+    return f"{words} of the prompts are prompts that the head was trained on"
 
 
 def is_doubtful(result: Result) -> bool:
@@ -192,7 +195,7 @@ def disturbance_words(result: Result) -> str:
     if noise.num_disturbed:
         why = ", ".join(noise.reasons)
         if noise.others_share is not None:
-            why = why.replace(OTHERS, f"{OTHERS} used {noise.others_share:.0%} of the processor")
+            why = why.replace(OTHERS, f"{OTHERS}, {noise.others_share:.0%} of the processor on average over all passes")
         words.append(f"{noise.num_disturbed} of {noise.num_passes} passes disturbed ({why})")
     if medians.is_impossible:
         words.append(
@@ -208,7 +211,9 @@ def lossless_words(result: Result) -> str:
     if check and check.p_value is not None:
         if not check.holds:
             return f"p {check.p_value:.2g} DEVIATES"
-        return f"p {check.p_value:.2g}" + (f", sees {check.would_see:.0%}" if check.would_see else "")
+        return f"p {check.p_value:.2g}" + (
+            f" (would find {check.would_see:.0%} wrong tokens)" if check.would_see else ""
+        )
     if not lossless.checked:
         return "sampled"
     words = f"{lossless.identical}/{lossless.checked}"
