@@ -160,8 +160,7 @@ def load_section(results: Sequence[ServedResult]) -> Section:
                 at.append((side.user_tokens_per_second, side.tokens_per_second))
     if lines:
         caption = (
-            "Up: tokens per second of the machine; right: of one user. Each point is one load; further up and to the right is "
-            "better."
+            "Up: tokens per second of the machine; right: of one user. Each point is one load; up and right is better."
         )
         series = [Series(name, sorted(map(mean_point, loads.values()))) for name, loads in lines.items()]
         section.figures.append(Figure(caption, line_chart(caption, series, axis="tokens per second of one user")))

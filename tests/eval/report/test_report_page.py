@@ -238,7 +238,8 @@ def disturbed(num, **changes):
 def test_a_disturbed_result_is_marked_and_doubted():
     [caution] = recommend([disturbed(1)]).cautions
     assert caution == (
-        "Measure again on a quiet machine: 1 of 6 passes disturbed (other processes, 40% of the processor on average over all passes)."
+        "Measure again on a quiet machine: 1 of 6 passes disturbed (other processes, 40% of the processor on average "
+        "over all passes)."
     )
     assert recommend([disturbed(1)]).figure == "1.50 [1.40, 1.60] !"
     assert "disturbed" not in recommend([disturbed(2)]).headline
