@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...base.doing import doing
+from ...engines.vllm import VLLM
 from ...heads.base import DraftHead
 from ...heads.drafting.drafter import Drafter
 from ...targets.target import Target
@@ -28,7 +29,7 @@ from ..report.results.drafter_words import drafter_words
 from ..suites.prompts import Suite
 from .accepting import accepted_by, evenly, named_trees
 from .budget import FEWEST_ROUNDS, SAFETY, Budget, Costs, Scope, at_doublings, fit_scope, probe
-from .document import DEFAULT_TREES, Plan, PlanConfig, Spent
+from .document import DEFAULT_TREES, Plan, PlanConfig, ScheduleRange, Spent
 from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
 from .prediction import Accepted, Cell, Workload, errors, predict_cells, recommend_cells, shortlist
 
@@ -61,6 +62,16 @@ class Planner:
         if self.config.trees is not None:
             return self.config.trees
         return DEFAULT_TREES if drafts_tree(self.target, self.drafter, "dynamic") else ()
+
+    def vllm_schedule(
+        self, accepted: list[Accepted], times: StepTable, scope: Scope, workload: Workload, cells: list[Cell]
+    ) -> list[ScheduleRange]:
+        """None for a drafter that vLLM does not have."""
+        method = self.drafter.method if isinstance(self.drafter, DraftHead) else self.name.partition(":")[0]
+        if method not in (*VLLM.names, "ngram", "draft-model"):
+            return []
+        most, measured = max(scope.batch_sizes), measured_lengths(cells)
+        return schedule_for_vllm(accepted, times, max_batch_size=most, context=workload.context, measured=measured)
 
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft."""
@@ -102,13 +113,7 @@ class Planner:
                 max_new_tokens_given=measure.max_new_tokens,
                 left_out=budget.left_out,
             ),
-            vllm_schedule=schedule_for_vllm(
-                accepted,
-                times,
-                max_batch_size=max(scope.batch_sizes),
-                context=workload.context,
-                measured=measured_lengths(cells),
-            ),
+            vllm_schedule=self.vllm_schedule(accepted, times, scope, workload, cells),
             sglang_flags=for_sglang(cells, head),
             llamacpp_flags=for_llamacpp(cells, head),
         )

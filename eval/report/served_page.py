@@ -20,7 +20,7 @@ from ...engines.servers.table import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles
-from ..served.result import DRAFTS_TOO, ServedResult
+from ..served.result import DRAFTS_TOO, ServedResult, lower_end_among
 from ..served.texts import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
@@ -87,7 +87,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     the next one; K is 0 where no interval proves a gain. Of the drafter with the best figure: a server has one."""
     known = [result for result in results if len(result.order) >= 2 * LEAST_TIMED or result.load.is_single]
     closed = [result for result in known if result.load.rate is None and result.num_draft_tokens]
-    proved = [result for result in closed if result.is_deployable]
+    proved = [one for one in closed if one.pays and one.is_right and lower_end_among(one, len(closed)) > 1]
     if not proved:
         return []
     best = max(proved, key=lambda result: result.speedup or 0.0).drafter.partition(" at K ")[0]
@@ -95,7 +95,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     sizes = sorted({result.load.concurrency for result in same})
     ranges: list[list[int]] = []
     for size, following in zip(sizes, [*sizes[1:], sizes[-1] + 1], strict=True):
-        here = [result for result in same if result.load.concurrency == size and result.is_deployable]
+        here = [result for result in same if result.load.concurrency == size and result in proved]
         chosen = max(here, key=lambda result: result.speedup or 0.0).num_draft_tokens if here else 0
         if ranges and ranges[-1][2] == chosen:
             ranges[-1][1] = following - 1
@@ -143,7 +143,7 @@ def render_served(report: ServedReport, command: str) -> str:
         target=short_name(report.target),
         environment=report.environment,
         sentences=sentences(results),
-        pays=any(result.is_deployable for result in results),
+        pays=any(result.pays and result.is_right for result in results),
         schedule=schedule_line(results),
         cautions=cautions(results),
         sections=[load_section(results), latency_section(results), client_section(results)],
@@ -266,7 +266,8 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
             found.append(f"{where}: {unproved_words(result.texts)}")
         if result.failed:
             first = result.failed[0]
-            found.append(f"{where}: {len(result.failed)} questions failed, {first.row} first: {first.reason}")
+            more = ", more of them with drafts: do not deploy" if result.loses_answers else ""
+            found.append(f"{where}: {len(result.failed)} questions failed{more}; {first.row} first: {first.reason}")
         if repeated := result.baseline.num_repeated + result.drafted.num_repeated:
             found.append(f"{where}: {repeated} questions had to be repeated; the waits are in their times")
         if not result.at_once:

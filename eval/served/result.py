@@ -1,7 +1,6 @@
 """What a measurement in servers gives: the typed entries of report.json's `served`, as report_schema.md has them."""
 
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
 from ...engines.servers.table import SERVER_ENGINES
@@ -73,16 +72,24 @@ class ServedResult:
         return low is not None and low > 1
 
     @property
-    def is_deployable(self) -> bool:
-        """Whether it pays, and no text is known to be wrong."""
-        return self.pays and not (self.texts and self.texts.num_wrong)
+    def loses_answers(self) -> bool:
+        """Whether more questions fail with drafts than without."""
+        return self.drafted.num_failed > self.baseline.num_failed
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no text is known to be wrong, and drafts make no question fail."""
+        return not self.loses_answers and not (self.texts and self.texts.num_wrong)
 
 
 def lower_end_among(result: ServedResult, num_results: int) -> float:
     """The lower end of its interval, where it was chosen for that end among so many results: each then has to hold in
-    all but a share 0.05 / num_results (Bonferroni), as if errors were normal. 0 if it has no interval."""
-    low, normal = result.speedup_ci95[0], NormalDist()
+    all but a share 0.05 / num_results (Bonferroni), by t over the pairs of blocks. 0 if it has no interval."""
+    from scipy.special import stdtrit
+
+    low = result.speedup_ci95[0]
     if low is None or not result.speedup:
         return 0.0
-    wider = normal.inv_cdf(1 - 0.025 / num_results) / normal.inv_cdf(0.975)
+    freedom = max(len(result.order) / 2 - 1, 1.0)
+    wider = float(stdtrit(freedom, 1 - 0.025 / num_results) / stdtrit(freedom, 0.975))
     return result.speedup * (low / result.speedup) ** wider

@@ -98,6 +98,8 @@ class Pass:
         record = self.regenerate(self.here, words, sources=sources)
         if not (self.here / "manifest.json").exists():
             raise BadInput(f"the target could not answer: {record.last_line}")
+        if record.exit_code and not record.stopped and not all_answered(self.here):
+            self.run.say(f"warning: answering failed, what is there is taken: {record.last_line}: see {record.log}")
 
     def left(self) -> Path | None:
         """The file of the prompts that the server has not answered; None: it has answered all of them."""

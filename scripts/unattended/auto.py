@@ -35,6 +35,7 @@ from .training import FITTING, LEAST_STEPS
 
 # time of the whole evaluation (baseline, head, look-ups, both together, checks of texts) relative to the baseline alone
 SIDES = 3.4
+READINGS = 4  # of a prompt: by the baseline and by each of the three drafters
 EXPORTING = 2  # commands started after the evaluation for another engine: export and check
 LOOKUP_SECONDS = 60.0  # for measuring look-ups if no head can pay, upper limit
 DEFAULT_DRAFT_TOKENS = 3  # K in the evaluation of a head without a score
@@ -56,8 +57,10 @@ def num_exporting(engine: str) -> int:
 
 
 def batch_seconds(run: AutoRun) -> float:
-    """Estimated seconds to evaluate one batch of prompts."""
-    return SIDES * run.settings.max_new_tokens * run.machine.baseline_ms / 1000
+    """Estimated seconds to evaluate one batch of prompts, under an adapter without it too."""
+    reading = READINGS * run.machine.prefill_ms
+    passes = 2 if run.settings.adapter else 1
+    return passes * (SIDES * run.settings.max_new_tokens * run.machine.baseline_ms + reading) / 1000
 
 
 def ending_seconds(run: AutoRun, num_batches: int) -> float:
@@ -68,24 +71,24 @@ def ending_seconds(run: AutoRun, num_batches: int) -> float:
         timed = plan_served(run, serving, num_drafters=2, most=most, held_out=num_prompts, seconds=seconds).seconds
     else:
         timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
-    return timed / SAFETY + (1 + num_exporting(run.settings.engine.name)) * run.machine.start_seconds
+    loading = run.machine.load_seconds * (2 if run.settings.adapter else 1)
+    return timed / SAFETY + loading + (1 + num_exporting(run.settings.engine.name)) * run.machine.start_seconds
 
 
 def check_budget(run: AutoRun) -> float:
     """The smallest sensible budget in seconds, 0 if nothing is to be trained. Raises BadInput if the given is smaller.
 
-    From here on the folder is kept.
-    """
+    From here on the folder is kept also after an error."""
     needed, machine, max_new_tokens = 0.0, run.machine, run.settings.max_new_tokens
     if machine.able:
         num_tokens, serving = LEAST_ANSWERS * max_new_tokens, server_of(run)
         answering = num_tokens * machine.baseline_ms / 1000
         if serving is not None:  # our own engine answers where the server takes too long to start
             answering = min(answering, serving.start_seconds + num_tokens / served_rate(serving))
-        answering += machine.start_seconds
+        answering += machine.begin_seconds
         fitted = FITTING * min(machine.start_tokens, num_tokens)
         training = [fitted * able.token_seconds + 3 * LEAST_STEPS * able.step_seconds for able in machine.able]
-        learning = 2 * machine.start_seconds + min(training)
+        learning = 2 * machine.begin_seconds + min(training)
         needed = max(answering / ANSWERS, (answering + learning + ending_seconds(run, 1)) / (1 - MACHINE))
     if needed > run.settings.budget:
         minutes = f"{-(-needed // 60):.0f}m"
@@ -116,7 +119,7 @@ def evaluation_seconds(run: AutoRun) -> float:
 def plan_evaluation(run: AutoRun) -> Evaluation:
     """How many held-out prompts there is time for (whole batches, at least LEAST_TIMED), and the head's K."""
     trained, machine = run.journal.trained, run.machine
-    held_out, seconds = known(run.journal.split).held_out, evaluation_seconds(run) - machine.start_seconds
+    held_out, seconds = known(run.journal.split).held_out, evaluation_seconds(run) - machine.begin_seconds
     length = trained.score.num_draft_tokens if trained and trained.score else DEFAULT_DRAFT_TOKENS
     if serving := server_of(run):
         most, num_drafters = run.settings.max_new_tokens, 1 if trained is None else 2
@@ -285,7 +288,10 @@ def served_commands(run: AutoRun, length: int | None, head: str) -> list[str]:
     engine, adapter = run.settings.engine.name, run.settings.adapter
     folder = read_folder(head, target=run.settings.target)
     folder = windowed(folder, run.settings.draft_window, to=engine)
-    return under_adapter(commands_of_engine(engine, folder, str(run.folder / "served"), length), adapter)
+    commands = commands_of_engine(engine, folder, str(run.folder / "served"), length)
+    *before, starts = commands or [""]
+    commands = [*before, f"{starts} {run.settings.engine.args}".strip()]  # as it was measured
+    return under_adapter([line for line in commands if line], adapter)
 
 
 def domains_without_gain(best: Result) -> list[str]:

@@ -77,6 +77,9 @@ def auto(
     by = engine_of(engine, engine_python, engine_args, known=("headstart", *sorted(ENGINES)))
     check_concurrency(by, concurrency)
     check_window(draft_window, "head")
+    if ":" in str(output):
+        raise BadInput(f"--output {output}: a colon cannot be in the path of a head")
+    check_device(device)
     if adapter and engine != "vllm":
         raise BadInput(f"--adapter {adapter}: goes with --engine vllm, which serves it; else merge it")
     device = device or default_device()
@@ -146,6 +149,7 @@ def refit(
 
     by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
     check_concurrency(by, concurrency)
+    check_device(device)
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -172,3 +176,10 @@ def check_concurrency(engine: "EngineSetting", concurrency: list[int] | None) ->
     """Raises BadInput where no server is named to have that many questions in flight."""
     if engine.is_ours and concurrency:
         raise BadInput("--concurrency: goes with another --engine than headstart")
+
+
+def check_device(device: str) -> None:
+    """Raises BadInput on one GPU of several: servers and trainings in processes of their own would take another."""
+    if ":" in device:
+        number = device.rpartition(":")[2]
+        raise BadInput(f"--device {device}: say --device cuda, and CUDA_VISIBLE_DEVICES={number} in the environment")

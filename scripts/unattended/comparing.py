@@ -19,8 +19,8 @@ from ...data_pipelines.rows.sources import Row
 from ...data_pipelines.rows.traffic import ServedChat
 from ...data_pipelines.storage.shard_file import StoredSample
 from ...eval.figures.metrics import LEAST_TIMED, Acceptance, expected_acceptance, ratio_and_interval, rounded
-from ...eval.report.results.drafter_words import served_words
 from ...eval.report.results.one_result import grouped
+from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import sentences
 from ...eval.served.result import ServedResult, lower_end_among
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
@@ -120,13 +120,21 @@ def compare(traffic: str, domain: str, drafted: Sequence[DraftedRow]) -> Compare
 
 
 def decide_between(
-    compared: Sequence[Compared], *, head: str, new_head: str, adapter: str = "", served: Sequence[ServedResult] = ()
+    compared: Sequence[Compared],
+    *,
+    target: str,
+    head: str,
+    new_head: str,
+    prompts: str,
+    engine: str,
+    adapter: str = "",
+    served: Sequence[ServedResult] = (),
 ) -> Decision:
     """Decides between the old head and the new one.
 
     Args:
         compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
-        head, new_head, adapter: folders, for the commands.
+        target, head, new_head, prompts, engine, adapter: for the commands.
         served: the new head beside the old one in the server; if there are any, they say which is better on new
             traffic.
     """
@@ -138,11 +146,10 @@ def decide_between(
         return Decision(False, STAYS, [few], cautions)
     reasons = [*sentences(served), f"On new traffic: {ratio_in_words(new)}."]
     low = new.interval[0] or 0.0
-    wrong = [one for one in served if one.texts and one.texts.num_wrong]
-    cautions += [f"Texts of {served_words(one.drafter)} are not the target's own." for one in wrong]
+    cautions += [f"{line}." for line in served_cautions(served)]
     if served:  # faster under a load, and slower under none
         low = max(lower_end_among(one, len(served)) for one in served)
-        low = 0.0 if wrong or any((one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
+        low = 0.0 if any(not one.is_right or (one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
     is_better = low > LEAST_GAIN
     if not is_better:
         least = f", but not shown to be by the {100 * (LEAST_GAIN - 1):.0f} % that a new deployment is worth"
@@ -167,9 +174,9 @@ def decide_between(
         return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
     under = f"--adapter {quote(adapter)} " if adapter else ""
     commands = [
-        f"headstart eval --target TARGET {under}--drafter head:{quote(head)} --drafter head:{quote(new_head)} "
-        "--prompts data/held_out.jsonl --output EVAL",
-        f"headstart export {quote(new_head)} SERVED --to ENGINE --target TARGET",
+        f"headstart eval --target {quote(target)} {under}--drafter head:{quote(head)} --drafter head:{quote(new_head)} "
+        f"--prompts {quote(prompts)} --output EVAL",
+        f"headstart export {quote(new_head)} SERVED --to {engine} --target {quote(target)}",
     ]
     return Decision(True, "Deploy the new head", reasons, cautions, commands)
 

@@ -14,7 +14,7 @@ from ...base.errors import BadInput
 from ...engines.servers.table import SERVER_ENGINES
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.plan.budget import SAFETY
-from ...eval.report.results.drafter_words import served_words
+from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
 from ...eval.served.result import ServedResult, lower_end_among
@@ -173,11 +173,9 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     highest lower end."""
     results = read_served(Path(report)).results
     said = sentences(results)
-    right = [one for one in results if one.texts is None or not one.texts.num_wrong]
-    paying = [one for one in right if lower_end_among(one, len(results)) > 1 and not one.is_flattered]
-    cautions = [
-        f"Texts of {served_words(one.drafter)} are not the target's own." for one in results if one not in right
-    ]
+    honest = [one for one in results if one.is_right and not one.is_flattered]
+    paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
+    cautions = [f"{line}." for line in served_cautions(results)]
     if not paying:
         return Decision(False, NO_GAIN, said, cautions), None
     best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)

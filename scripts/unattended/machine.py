@@ -93,10 +93,16 @@ def measure(run: AutoRun, server: TargetServer) -> Machine:
     """Measures the machine, where the server gives states without the target's layers."""
     settings, adapter = run.settings, run.settings.adapter or None
     run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * settings.budget)
-    machine = server.reading(
-        lambda target: measure_machine(run, target, workload(run, target)),
-        partial(Target.load, settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter),
-    )
+    loading = list[float]()
+
+    def load() -> Target:
+        began = time.monotonic()
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
+        loading.append(round(time.monotonic() - began, 1))
+        return target
+
+    machine = server.reading(lambda target: measure_machine(run, target, workload(run, target)), load)
+    machine = replace(machine, load_seconds=sum(loading[-1:]))
     if not machine.able:
         server.close()  # nothing is asked of it
     return machine
@@ -124,13 +130,14 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machin
         skeleton = None
     if isinstance(target, ServedTarget):
         rows = run.settings.concurrency[0]
-        step_ms = 1000 * rows / known(server_of(run)).tokens_per_second[0]
+        step_ms, prefill_ms = 1000 * rows / known(server_of(run)).tokens_per_second[0], 0.0
         costs_of = partial(served_costs, known(skeleton), num_rows=rows, step_seconds=step_ms / 1000)
     else:
         cell = timed_cell(target, work, run.check_stop)
         for _ in range(2):
             cell.run()
-        step_ms, costs_of = cell.baseline.round_ms, lambda head, _: round_costs(target, head, work, run.check_stop)
+        step_ms, prefill_ms = cell.baseline.round_ms, cell.baseline.prefill_ms
+        costs_of = lambda head, _: round_costs(target, head, work, run.check_stop)  # noqa: E731
     measured, meter = list[Measured](), ProcessorMeter()
     for candidate in find_candidates(run.settings.engine.name):
         if run.clock.used > until and any(not earlier.out for earlier in measured):
@@ -153,6 +160,7 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machin
         start_seconds=round(start_seconds(run.check_stop), 1),
         start_tokens=num_fitted(target.hidden_size),
         candidates=measured,
+        prefill_ms=round(prefill_ms, 3),
     )
 
 

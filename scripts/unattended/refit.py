@@ -51,6 +51,7 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     """A run of `headstart refit`, and its rows."""
 
     command, journal_type = "headstart refit", RefitJournal
+    load_seconds = 0.0  # in which the target was loaded; none where a server has its layers
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -92,9 +93,10 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     def load_target(self) -> Target:
         """The target, with the adapter that served."""
         settings = self.settings
-        adapter = settings.adapter or None
+        adapter, began = settings.adapter or None, time.monotonic()
         target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
         pack_linears(target.base)
+        self.load_seconds = time.monotonic() - began
         return target
 
 
@@ -153,12 +155,13 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
     fresh = start_head(config, target, settings.head, draft_token_ids=ids)
     step, _ = measure_step(target, fresh, section, row, row_length=len(row), check_stop=run.check_stop)
     start = start_seconds(run.check_stop)
-    until = settings.budget - ENDING * (start + len(held_out) * row_seconds) - max(start, SOONEST)
+    load = run.load_seconds
+    until = settings.budget - ENDING * (start + load + len(held_out) * row_seconds) - max(start, SOONEST)
     if serving := server_of(run):
         until -= served_plan(run, serving, seconds=EVALUATION * settings.budget).seconds / SAFETY
     steps = planned_steps(
         until - run.clock.used,
-        Pace(step, start),
+        Pace(step, start + load),
         validation_seconds=(len(new.validation) + len(old.validation)) * row_seconds,
         num_rows=len(run.rows),
         batch_size=section["batch_size"],
@@ -297,7 +300,14 @@ def decide(run: RefitRun) -> Decision:
     settings, journal = run.settings, run.journal
     served = read_served(Path(journal.report)).results if journal.report else []
     decision = decide_between(
-        journal.compared, head=settings.head, new_head=journal.trained, adapter=settings.adapter, served=served
+        journal.compared,
+        target=settings.target,
+        head=settings.head,
+        new_head=journal.trained,
+        adapter=settings.adapter,
+        prompts=str(run.data / "held_out.jsonl"),
+        engine="ENGINE" if settings.engine.is_ours else settings.engine.name,
+        served=served,
     )
     if settings.engine.is_ours or served:
         return decision

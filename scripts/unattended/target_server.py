@@ -182,7 +182,7 @@ class TargetServer:
         self.process.close()
         self.num_starts += 1
         self.run.say(f"{problem}: it is started again")
-        self.until = math.inf
+        self.until = self.run.clock.used + STARTING * max(self.run.clock.left, 0.0)
         try:
             self.process.__enter__()
         except BadInput as error:

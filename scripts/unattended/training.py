@@ -121,12 +121,13 @@ class Learner:
     def pace(self) -> Pace:
         """The candidate's pace in its last rung, or in the single step that was timed before any."""
         step, steps_before = self.measured.step_seconds, 0
-        continued = self.run.machine.start_seconds + self.validation_seconds
+        continued = self.run.machine.begin_seconds + self.validation_seconds
         overhead = continued + self.fitting_seconds
         for score in self.run.journal.scores_of(self.candidate.name):
             if score.steps > steps_before:
                 # at least a tenth of the last estimate: the overhead itself is an estimate
-                step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
+                if score.seconds > overhead:  # else it was resumed behind a kill, and these are not all of its seconds
+                    step = max((score.seconds - overhead) / (score.steps - steps_before), step / 10)
                 steps_before, overhead = score.steps, continued
         return Pace(step, overhead)
 

@@ -116,6 +116,13 @@ class Machine:
     start_seconds: float  # time that a command needs to start
     start_tokens: int  # supervised tokens that a fresh head is fitted on before its first step
     candidates: list[Measured]
+    load_seconds: float = 0.0  # time in which the target is loaded; none where a server has its layers
+    prefill_ms: float = 0.0  # in which the target reads a prompt of each row, without a server
+
+    @property
+    def begin_seconds(self) -> float:
+        """Until a command that needs the target computes."""
+        return self.start_seconds + self.load_seconds
 
     @property
     def able(self) -> list[Measured]:

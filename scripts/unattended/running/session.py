@@ -182,7 +182,11 @@ def run_stages(run: R, stages: Sequence[Stage[R]], write_page: Callable[[R], lis
     """
     for stage in stages:
         if run.journal.decision is None and not getattr(run.journal, stage.field) and stage.is_needed(run):
-            setattr(run.journal, stage.field, stage.find(run))
+            try:
+                setattr(run.journal, stage.field, stage.find(run))
+            except SystemExit:
+                run.keep()  # a signal: the same command goes on
+                raise
             run.write()
     console = PlainConsole()
     for line in write_page(run):

@@ -30,6 +30,8 @@ from headstart.scripts.unattended.training import LEAST_STEPS, Pace
 
 SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
 
+NAMED = {"target": "my model", "prompts": "run/data/held_out.jsonl", "engine": "vllm"}  # for commands
+
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
     """count conversations of `of` rows each."""
@@ -93,17 +95,18 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
     ],
 )
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
-    decision = decide_between([new, *([old] if old else [])], head="a", new_head="b c")
+    decision = decide_between([new, *([old] if old else [])], head="a", new_head="b c", **NAMED)
     assert decision.deploy == is_offered
     if not is_offered:
         assert decision.headline == (FORGETS if "a loss of" in said else STAYS)
     assert any(said in line for line in [*decision.reasons, *decision.cautions])
     assert any("head:'b c'" in command for command in decision.commands) == is_offered
+    assert all(" --target 'my model'" in command for command in decision.commands)
 
 
 def test_a_domain_on_which_it_is_worse_is_told():
     worse = side("new", 0.9, 0.85, 0.95, domain="poems")
-    decision = decide_between([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b")
+    decision = decide_between([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b", **NAMED)
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
 
 
@@ -155,10 +158,10 @@ def test_the_server_says_which_head_is_better_where_it_was_asked(ends, deploys):
         )
         for i, pair in enumerate(ends)
     ]
-    decision = decide_between(compared, head="OLD", new_head="NEW", served=served)
+    decision = decide_between(compared, head="OLD", new_head="NEW", served=served, **NAMED)
     assert decision.deploy == deploys
     bad = replace(served[0], texts=TextCheck(LosslessReport(12, 11, 0, 1), 12, 0))
-    wrong = decide_between(compared, head="OLD", new_head="NEW", served=[bad, *served[1:]])
+    wrong = decide_between(compared, head="OLD", new_head="NEW", served=[bad, *served[1:]], **NAMED)
     assert not wrong.deploy and any("not the target's own" in one for one in wrong.cautions)
     assert decision.reasons[0].startswith("vLLM with head NEW, 4 drafts, beside head OLD: 1 at a time: ")
     assert "leave drafts off" not in decision.reasons[0]
