@@ -1,6 +1,7 @@
 """Files and folders are written whole or not at all, whatever call a kill or a failure comes at; JSON Lines are read
 whole and in order, and every fault is named by file and line."""
 
+import errno
 import gzip
 import json
 import os
@@ -214,6 +215,19 @@ def test_a_lock_keeps_others_out_until_it_is_closed_or_the_process_ends(tmp_path
     with locked(path) as file:
         file.seek(0)
         assert file.read() == b"kept"
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch, tmp_path):
+    def unsupported(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("headstart.base.files.fcntl.flock", unsupported)
+    with locked(tmp_path / ".lock") as first, locked(tmp_path / ".lock"):
+        assert not first.closed
+
+
+def test_half_a_character_is_written_as_its_number(tmp_path):
+    assert write_text(tmp_path / "page.html", "a\ud83d").read_text() == "a\\ud83d"
 
 
 # JSON Lines

@@ -191,6 +191,11 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     score = Score("medusa", 10, continued + fitting + 30.0, 1.5, [0.5], 1, 1.2)
     continuing = learner_of("medusa", machine, tmp_path, rungs=[Rung({"medusa": 10}, [score])])
     assert astuple(continuing.pace) == pytest.approx((3.0, continued)), "steps took longer than expected"
+    resumed = Score("medusa", 10, continued, 1.5, [0.5], 1, 1.2)  # of the process behind a kill alone
+    after = learner_of("medusa", machine, tmp_path, rungs=[Rung({"medusa": 10}, [resumed])])
+    assert astuple(after.pace) == pytest.approx((2.0, continued))
+    loading = learner_of("medusa", replace(machine, load_seconds=60.0), tmp_path)
+    assert loading.pace.overhead == pytest.approx(60.0 + continued + fitting), "each training loads the target"
     few = learner_of("medusa", machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
@@ -198,7 +203,7 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
 @pytest.mark.parametrize("minutes", [20, 120])
 def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts(minutes):
     machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
-    settings = SimpleNamespace(budget=60.0 * minutes, engine=EngineSetting(), max_new_tokens=128)
+    settings = SimpleNamespace(budget=60.0 * minutes, engine=EngineSetting(), max_new_tokens=128, adapter="")
     journal = SimpleNamespace(split=Split(32, 900, 0, 100), trained=Trained("HEAD", None), serving=None)
     run = run_of(machine=machine, settings=settings, journal=journal)
     reserve = settings.budget - end_of_learning(run)
