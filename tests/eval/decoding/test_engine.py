@@ -85,7 +85,7 @@ def target_of(tiny_target):
     return cache(tiny_target)
 
 
-@pytest.mark.fast_only(family=["gemma3", "gpt_neox", "qwen3_moe"])  # others: test_matrix.py, test_trees.py
+@pytest.mark.fast_only(family=["gemma3", "gpt_neox", "qwen3_moe"])  # others: test_matrix.py, tests/targets/kinds
 def test_rows_that_end_at_different_times_equal_single_rows(family, target_of):
     """Every family, windows and learned norms included; with end tokens that stop some rows early, others never."""
     target = target_of(family)
