@@ -139,12 +139,6 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(hybrid):
     assert not other(ids).logits.any() and target.model(ids).logits.any()
 
 
-@pytest.mark.slow
-def test_sampled_text_follows_the_targets_distribution(chi_square):
-    target = Target.of(make_hybrid("qwen3_5_text", vocab_size=6, eos_token_id=None), name="hybrid", fingerprint="")
-    assert chi_square(target, NgramDrafter(), num_rows=2000, temperature=1.0, top_p=0.9) < 1.5
-
-
 class CompressedLayer(DynamicLayer):
     """As some model may bring along."""
 

@@ -25,7 +25,7 @@ def small(tiny_target):
     return tiny_target("llama", vocab_size=6, eos_token_id=None)
 
 
-# every head with every tree but for chains, which test_contract.py has; each with both temperatures
+# every head with every tree but for chains, which test_sampling_check.py has; each with both temperatures
 CASES = [("eagle3", "chain", HOWS[1])]
 CASES += [
     (name, tree, HOWS[(i + j) % 2])

@@ -9,7 +9,6 @@ from headstart.eval.decoding import replay
 from headstart.eval.decoding.draft_setting import chain
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
-from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.stopping import Stop
 from headstart.eval.drafters.asking import EXPLORED, FIRST
 from headstart.eval.drafters.guessing import Guess
@@ -20,7 +19,6 @@ from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.resume import identity
 from headstart.eval.proof.config import MeasureConfig
-from headstart.eval.proof.sampling_check import check_sampling
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting.trees import DynamicTree, Proposal
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -61,13 +59,6 @@ def test_the_text_is_the_targets_with_every_family(target, head):
     drafted = generate(target, HybridDrafter(head), PROMPTS, max_new_tokens=16, num_draft_tokens=2)
     assert drafted.token_ids == plain
     assert all(done.num_drafted == 2 for done in drafted.rounds[1:])
-
-
-def test_sampled_texts_follow_the_targets_distribution(target):
-    drafter, prompts = HybridDrafter(untrained("medusa", target, num_depths=3)), PROMPTS * 20
-    how = {"max_new_tokens": 12, "temperature": 1.0, "generator": torch.Generator().manual_seed(0)}
-    drafted = [[text] for text in generate(target, drafter, prompts, **how).token_ids]
-    assert check_sampling(target, prompts, drafted, Sampling(temperature=1.0)).p_value > 1e-3
 
 
 def test_a_sure_head_is_followed_and_a_match_behind_its_guess_is_copied():

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from drafted import untrained
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate, verify
 from headstart.eval.decoding.draft_setting import DraftSetting, chain
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode
 from headstart.eval.decoding.sampling import Sampling, choose_tokens, noise_keys, target_probs
 from headstart.eval.decoding.stopping import Stop
+from headstart.eval.drafters.draft_model import DraftModelDrafter
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.measurement.measure import measure
 from headstart.eval.measurement.passes import pass_seed
 from headstart.eval.proof.config import MeasureConfig
@@ -20,6 +23,7 @@ from headstart.eval.proof.own_sampling import NoiseOfText
 from headstart.eval.proof.sampling_check import SMALLEST_P, check_sampling, share_seen, uniform_p_value
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.drafting.trees import DynamicTree, SampledChain
+from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]] * 8
 WAYS = {
@@ -126,10 +130,34 @@ def written_by(target, drafter, how, *, seed=3, prompts=PROMPTS, **settings):
     return generate(target, drafter, prompts, **given)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tree", [None, DynamicTree(num_nodes=4, depth=2, top_k=2)], ids=["chain", "tree"])
-def test_a_sampled_text_is_the_baselines_token_by_token(way, tree, target, drafter):
-    drafter = drafter if tree is None else untrained("eagle", target)
+@pytest.fixture
+def pair_of(target, tiny_target, target_as_drafter):
+    """pair_of(name): a target, and a drafter for it."""
+
+    def make(name):
+        if name == "itself":
+            return target, target_as_drafter(target)
+        if name == "a recurrent target by itself":
+            recurrent = tiny_target("qwen3_5")
+            return recurrent, DraftModelDrafter(recurrent)
+        if name == "medusa-2":
+            adapted = tiny_target("llama")
+            return adapted, perturb(untrained("medusa", adapted, target_lora_rank=4), 0.1, seed=3)
+        head = perturb(untrained("medusa" if name == "hybrid" else name, target), 0.1, seed=3)
+        return target, HybridDrafter(head) if name == "hybrid" else head
+
+    return make
+
+
+TREE = DynamicTree(num_nodes=4, depth=2, top_k=2)
+CASES = [(name, tree, way) for name, tree in (("itself", None), ("eagle", TREE)) for way in WAYS]
+OTHERS = "hybrid", "medusa-2", "a recurrent target by itself", *sorted(HEADS)
+CASES += [(name, None, list(WAYS)[i % len(WAYS)]) for i, name in enumerate(OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "tree", "way"), CASES)
+def test_a_sampled_text_is_the_baselines_token_by_token(name, tree, way, pair_of):
+    target, drafter = pair_of(name)
     plain, drafted = written_by(target, None, WAYS[way]), written_by(target, drafter, WAYS[way], tree=tree)
     assert drafted.token_ids == plain.token_ids and any(sum(one.num_accepted) for one in drafted.rounds)
     assert len({tuple(text) for text in plain.token_ids}) == len(PROMPTS), "each row draws its own noise"
