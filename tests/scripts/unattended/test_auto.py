@@ -1,13 +1,6 @@
 """`headstart auto` as a whole: what it makes, what it refuses, and that it goes on where it was killed."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from headstart.base.jsonl import read_jsonl
@@ -200,32 +193,3 @@ def test_a_folder_of_other_settings_is_refused(auto, machine_is):
     assert auto()[0] == 0
     code, said, _ = auto("--budget 7s --max-new-tokens 12")
     assert code == 2 and "started with budget 6.0, now 7.0; give a new folder" in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif("HEADSTART_KILLS" not in os.environ, reason="takes six minutes: HEADSTART_KILLS=4 asks for it")
-def test_a_run_that_is_killed_ends_all_the_same(chat_target, traffic, tmp_path):
-    """kill -9 at random points, and what the killed process had started ends with it."""
-    folder = tmp_path / "auto"
-    command = [sys.executable, "-m", "headstart.scripts.cli", "auto", "--budget", "5m", "--max-new-tokens", "12"]
-    command += ["--target", str(chat_target), "--prompts", str(traffic(40)), "--output", str(folder)]
-    source = random.Random(0)
-    for _ in range(int(os.environ["HEADSTART_KILLS"])):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        time.sleep(source.uniform(10, 30))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not running_in(folder), "no step outlives the run"
-    before = journal_of(folder)
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = journal_of(folder)
-    assert all(found[key] == before[key] for key in ("split", "machine", "answers") if before[key])
-    assert says(done.stdout, found)
-
-
-def running_in(folder):
-    """Processes whose command line names a folder."""
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()]
-    return [line for line in lines if str(folder).encode() in line]
