@@ -58,6 +58,7 @@ CASES = [
     (f"auto --target {TARGET} --budget 60s --output a:b --prompts many.jsonl", "a:b"),
     (f"{AUTO} --prompts many.jsonl --engine vllm --engine-args '--api-key x'", "HEADSTART_API_KEY"),
     (f"{AUTO} --prompts broken.jsonl", "broken.jsonl:2"),
+    (f"{AUTO} --prompts three.jsonl", "at least 12 are needed"),
     (f"{AUTO} --prompts many.jsonl --chats gone.jsonl", "gone.jsonl"),
     (f"{AUTO} --prompts many.jsonl --chats broken.jsonl", "broken.jsonl:2"),
     (f"{AUTO} --prompts many.jsonl --chats roles.jsonl", "roles.jsonl:1"),
@@ -92,7 +93,8 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
         "good": [good],
         "keys": [{"question": "w1"}],
         "roles": [{"messages": [{"role": "narrator", "content": "w1"}]}],
-        "many": [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 40)],
+        "many": (many := [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 40)]),
+        "three": many[:3],
     }
     for name, rows in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -177,17 +177,6 @@ def test_what_can_be_mended_is_told_in_one_line(auto, machine_is, line, problem,
     assert found is None and not (tmp_path / "auto").exists(), "nothing is left behind"
 
 
-@pytest.mark.parametrize(("count", "problem"), [(0, "no such file"), (3, "at least 12 are needed")])
-def test_prompts_are_checked_before_the_target_is_loaded(
-    count, problem, headstart, chat_target, traffic, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("loaded"))
-    prompts = traffic(count) if count else tmp_path / "missing.jsonl"
-    line = f"auto --budget 60s --target {chat_target} --prompts {prompts} --output {tmp_path / 'auto'}"
-    code, out, err = headstart(line)
-    assert code == 2 and problem in (out + err).lower(), out + err
-
-
 def test_a_folder_of_other_settings_is_refused(auto, machine_is):
     machine_is(medusa=2.5)
     assert auto()[0] == 0
