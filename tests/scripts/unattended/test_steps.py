@@ -43,16 +43,25 @@ def test_training_is_started_by_the_launcher_alone(tmp_path):
     assert runner.process_arguments(["eval"])[-2:] == ["headstart.scripts.cli", "eval"]
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from headstart.scripts.unattended.running.clock import Clock
+from headstart.scripts.unattended.running.steps import CommandRunner
+from headstart.train.watching.stopping import Stopping
+
+folder = Path(sys.argv[1])
+CommandRunner.process_arguments = lambda self, words: ["sh", "-c", *words]
+runner = CommandRunner(folder, Clock(folder / "clock.json", 100), Stopping())
+killed = lambda: not (folder / "waits.log").read_text() or os.kill(os.getpid(), signal.SIGKILL)
+runner.run("waits", ["echo $$; exec sleep 60"], meanwhile=killed)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells children of their parent's end on Linux alone")
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
-    script = (
-        "import os, signal, subprocess; from functools import partial; "
-        "from headstart.base.children import end_with_parent; "
-        "child = subprocess.Popen(['sleep', '60'], preexec_fn=partial(end_with_parent, os.getpid())); "
-        "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    pid = int(done.stdout)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    pid = int((tmp_path / "waits.log").read_text())
     for _ in range(100):
         if not is_alive(pid):
             break
