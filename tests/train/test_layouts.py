@@ -1,5 +1,5 @@
-"""However rows are laid out in batches, a run repeats and resumes exactly; segments weigh in the loss what is asked; a
-run says at its start whether backward computes activations again."""
+"""Rows are encoded once for a run; segments weigh in the loss what is asked; a run says at its start whether backward
+computes activations again."""
 
 import json
 from functools import partial
@@ -18,16 +18,7 @@ from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.nn import kept
 from headstart.train.inputs.config import TrainConfig
 from headstart.train.trainer import recomputation
-from run_files import losses, metrics
-
-
-def test_a_bucketed_run_goes_on_exactly(run):
-    how = ("data.layout=bucketed", "data.max_length=60")
-    whole = run("eagle3", "whole", *how)
-    run("eagle3", "half", *how, "train.stop_at_step=3")
-    half = run("eagle3", "half", *how)
-    assert losses(half) == losses(whole) and len(losses(whole)) == 6
-    assert losses(whole) != losses(run("eagle3", "padded", "data.max_length=60"))
+from run_files import metrics
 
 
 def test_rows_are_encoded_once_and_an_interrupted_run_keeps_them(run):
