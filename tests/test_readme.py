@@ -38,12 +38,11 @@ def test_python_snippets_parse_and_import_what_exists(page):
                 assert all(hasattr(module, alias.name) for alias in node.names), node.module
 
 
-def test_a_page_begins_with_the_question_that_it_answers_and_is_read_in_one_go():
+def test_a_page_is_read_in_one_go():
     """Tables for machines stand in docs/reference; docs/api.md is made from docstrings."""
-    for page in [*GUIDES, *REFERENCE]:
-        title, *rest = page.read_text().removeprefix("<!-- ").splitlines()
-        assert title.startswith("# ") and title.endswith("?"), f"{page.name}: {title}"
-        assert page in REFERENCE or page.name == "api.md" or len(rest) < 150, f"{page.name}: {len(rest) + 1} lines"
+    for page in GUIDES:
+        num_lines = len(page.read_text().splitlines())
+        assert page.name == "api.md" or num_lines <= 150, f"{page.name}: {num_lines} lines"
 
 
 def test_links_between_pages_resolve():
