@@ -122,7 +122,7 @@ def write(path, keys, tensors, *, is_quantised=False):
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(name, value)
+            writer.add_tensor(name, np.ascontiguousarray(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

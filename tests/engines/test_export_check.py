@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from damaging import at_first, drop, key, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
 from headstart.engines.export import export_head
@@ -49,107 +52,21 @@ def exported(saved_target, tmp_path_factory):
 
 
 @pytest.fixture
-def damaged(exported, tmp_path):
-    """damaged("eagle3", fault): a copy of the sound folder with a fault in it. A fault is told the copy's folder, its
-    config and its tensors, and changes what it likes."""
-
-    def make(kind, fault):
-        out = tmp_path / "out"
-        out.mkdir()
-        [weights] = exported(kind).glob("*.safetensors")
-        for path in exported(kind).iterdir():
-            (out / path.name).write_bytes(path.read_bytes())
-        config = json.loads((out / "config.json").read_text())
-        tensors = {name: value.clone() for name, value in load_file(out / weights.name).items()}  # no map of the file
-        if fault(out, config, tensors) is None:
-            (out / "config.json").write_text(json.dumps(config))
-            save_file({name: value.contiguous() for name, value in tensors.items()}, out / weights.name)
-        return out
-
-    return make
+def copied(exported, tmp_path):
+    """copied("eagle3"): a copy of the sound folder."""
+    return lambda kind: Path(shutil.copytree(exported(kind), tmp_path / "out"))
 
 
-def drop(name):
-    def fault(folder, config, tensors):
-        del tensors[name]
-
-    return fault
-
-
-def put(name, change):
-    return lambda folder, config, tensors: tensors.update({name: change(tensors.get(name))})
+@pytest.fixture
+def damaged(copied):
+    """damaged("eagle3", fault): a copy of the sound folder with a fault in it."""
+    return lambda kind, fault: rewritten(copied(kind), fault)
 
 
-def key(name, value):
-    """Sets config[name], dots going down; `...` takes it out."""
-
-    def fault(folder, config, tensors):
-        *path, last = name.split(".")
-        for part in path:
-            config = config[part]
-        config.pop(last) if value is ... else config.update({last: value})
-
-    return fault
-
-
-def at_first(value):
-    def change(tensor):
-        tensor = tensor.clone()
-        tensor.view(-1)[0] = value
-        return tensor
-
-    return change
-
-
-def truncate(folder, config, tensors):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    return "written"
-
-
-def as_pickle(folder, config, tensors):
-    torch.save(tensors, folder / "model.safetensors")
-    return "written"
-
-
-def beside_pickle(folder, config, tensors):
-    torch.save({}, folder / "pytorch_model.bin")
-
-
-def no_weights(folder, config, tensors):
-    (folder / "model.safetensors").unlink()
-    return "written"
-
-
-def half_a_config(folder, config, tensors):
-    path = folder / "config.json"
-    path.write_text(path.read_text()[:200])
-    return "written"
-
-
-def shifted_ids(folder, config, tensors):
+def shifted_ids(config, tensors):
     ids = [i + 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
     config["eagle_aux_hidden_state_layer_ids"] = ids
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
-
-
-def second_file(folder, config, tensors):
-    save_file({"base_model.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
-
-
-def missing_shard(folder, config, tensors):
-    files = {name: "model-00001-of-00002.safetensors" if "fc" in name else "model.safetensors" for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-
-
-def numbers_for_files(folder, config, tensors):
-    files = {name: 3 for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-
-
-def no_tokenizer(folder, config, tensors):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
 
 
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"
@@ -255,26 +172,88 @@ FAULTS = {
         key("quantization_config", {"quant_method": "fp8"}),
         "but the weights are not quantised",
     ),
-    "no tokenizer": ("draft_lm", no_tokenizer, "tokenizer.json: missing"),
-    "truncated file": ("eagle3", truncate, "model.safetensors: not a whole safetensors file"),
-    "pickle in place of safetensors": ("eagle3", as_pickle, "a pickle under that name"),
-    "pickle beside": ("eagle3", beside_pickle, "pytorch_model.bin: a pickle, which can run code"),
-    "no weights": ("eagle3", no_weights, "no safetensors file in it"),
-    "half a config": ("eagle3", half_a_config, "config.json: not JSON"),
+}
+
+
+# Faults of the files
+
+
+def cut_off(name, size):
+    """The first bytes of a file; below 0, all but the last."""
+
+    def fault(folder):
+        (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+    return fault
+
+
+def pickled(name):
+    return lambda folder: torch.save({}, folder / name)
+
+
+def second_file(folder):
+    save_file({"base_model.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+
+
+def index_of(file_of):
+    """An index with the file of each tensor."""
+
+    def fault(folder):
+        files = {name: file_of(name) for name in load_file(folder / "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    return fault
+
+
+def without(pattern):
+    def fault(folder):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+    return fault
+
+
+FIRST = "model-00001-of-00002.safetensors"
+FAULTS_OF_FILES = {
+    "no tokenizer": ("draft_lm", without("tokenizer*"), "tokenizer.json: missing"),
+    "truncated file": ("eagle3", cut_off("model.safetensors", -100), "model.safetensors: not a whole safetensors file"),
+    "pickle in place of safetensors": ("eagle3", pickled("model.safetensors"), "a pickle under that name"),
+    "pickle beside": ("eagle3", pickled("pytorch_model.bin"), "pytorch_model.bin: a pickle, which can run code"),
+    "no weights": ("eagle3", without("model.safetensors"), "no safetensors file in it"),
+    "half a config": ("eagle3", cut_off("config.json", 200), "config.json: not JSON"),
     "another file that engines read": ("medusa", second_file, "base_model.lora_A.weight: must not be there"),
-    "numbers for files": ("eagle3", numbers_for_files, "no index of tensors: weight_map[.][a-z0-9_.]+ is no file name"),
-    "missing shard": ("eagle3", missing_shard, "names model-00001-of-00002.safetensors, which is not there"),
+    "numbers for files": (
+        "eagle3",
+        index_of(lambda name: 3),
+        "no index of tensors: weight_map[.][a-z0-9_.]+ is no file name",
+    ),
+    "missing shard": (
+        "eagle3",
+        index_of(lambda name: FIRST if "fc" in name else "model.safetensors"),
+        f"names {FIRST}, which is not there",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_sound_folder_has_no_problem(damaged, kind):
-    assert check_folder(damaged(kind, lambda *parts: None)).problems == []
+def test_a_sound_folder_has_no_problem(copied, kind):
+    assert check_folder(copied(kind)).problems == []
 
 
 @pytest.mark.parametrize(("kind", "fault", "reason"), FAULTS.values(), ids=list(FAULTS))
 def test_a_fault_is_found(damaged, kind, fault, reason):
-    problems = check_folder(damaged(kind, fault)).problems
+    found_in(damaged(kind, fault), reason)
+
+
+@pytest.mark.parametrize(("kind", "fault", "reason"), FAULTS_OF_FILES.values(), ids=list(FAULTS_OF_FILES))
+def test_a_fault_of_the_files_is_found(copied, kind, fault, reason):
+    folder = copied(kind)
+    fault(folder)
+    found_in(folder, reason)
+
+
+def found_in(folder, reason):
+    problems = check_folder(folder).problems
     assert any(re.search(reason, line) for line in problems), problems
     assert all("\n" not in line for line in problems)
 
@@ -286,23 +265,18 @@ def test_a_layer_that_sglang_has_not_is_a_fault_for_sglang_alone(damaged, to, re
 
 
 @pytest.mark.slow
-def test_every_tensor_is_missed(damaged, exported, tmp_path):
+def test_every_tensor_is_missed(exported, tmp_path):
     """Whichever is taken out of whichever layout."""
     for kind in KINDS:
-        [weights] = exported(kind).glob("*.safetensors")
-        tensors = load_file(weights)
-        for name in tensors:
-            folder = tmp_path / "without"
-            folder.mkdir(exist_ok=True)
-            for path in exported(kind).iterdir():
-                (folder / path.name).write_bytes(path.read_bytes())
-            save_file({other: value for other, value in tensors.items() if other != name}, folder / weights.name)
+        for name in load_file(exported(kind) / "model.safetensors"):
+            folder = Path(shutil.copytree(exported(kind), tmp_path / "without"))
+            rewritten(folder, drop(name))
             assert any(f"tensor {name}: missing" in line for line in check_folder(folder).problems), (kind, name)
-            (folder / weights.name).unlink()
+            shutil.rmtree(folder)
 
 
-def test_a_word_in_the_path_is_a_fault(damaged, tmp_path):
-    out = damaged("medusa", lambda *parts: None).rename(tmp_path / "medusa-for-EAGLE3")
+def test_a_word_in_the_path_is_a_fault(copied, tmp_path):
+    out = copied("medusa").rename(tmp_path / "medusa-for-EAGLE3")
     assert check_folder(out).problems == ["the path has `eagle3` in it: vLLM takes the head for another method"]
 
 
@@ -335,6 +309,6 @@ def test_a_value_of_any_other_type_is_a_problem_and_no_crash(kind, exported):
         path.write_text(text)
 
 
-def test_a_nested_value_of_another_type_is_named(exported, damaged):
-    folder = damaged("speculators", lambda folder, config, tensors: config.update(speculators_config=5))
+def test_a_nested_value_of_another_type_is_named(damaged):
+    folder = damaged("speculators", key("speculators_config", 5))
     assert check_folder(folder).problems == ["config.json: speculators_config: expected an object, found 5"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import drop, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
 from headstart.engines.export import export_head, notes, read_folder
@@ -19,7 +20,7 @@ from headstart.targets.target import Target
 from headstart.targets.weights.tensor_files import tensor_locations
 from perturbing import perturb
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "targets" / "kinds"))
@@ -104,16 +105,16 @@ def test_engines_are_told_as_many_drafts_as_were_trained_or_measured(trained, la
 
 
 FAULTS = {
-    "missing": (lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight"), "input_proj.weight: missing"),
-    "missing in the layer": (lambda tensors: tensors.pop("model.mtp_layers.0.self_attn.q_proj.bias"), "bias: missing"),
+    "missing": (drop("model.mtp_layers.0.input_proj.weight"), "input_proj.weight: missing"),
+    "missing in the layer": (drop("model.mtp_layers.0.self_attn.q_proj.bias"), "bias: missing"),
     "transposed": (
-        lambda tensors: tensors.update({"model.mtp_layers.0.input_proj.weight": torch.ones(64, 32)}),
+        put("model.mtp_layers.0.input_proj.weight", lambda _: torch.ones(64, 32)),
         r"expected \[32, 64\], found \[64, 32\]: transposed",
     ),
-    "extra": (lambda tensors: tensors.update({"model.mtp_layers.0.x": torch.ones(2)}), "mtp_layers.0.x: must not be"),
-    "second": (lambda tensors: tensors.update({"model.mtp_layers.1.x": torch.ones(2)}), "mtp_layers.1.x: must not be"),
+    "extra": (put("model.mtp_layers.0.x", lambda _: torch.ones(2)), "mtp_layers.0.x: must not be"),
+    "second": (put("model.mtp_layers.1.x", lambda _: torch.ones(2)), "mtp_layers.1.x: must not be"),
     "NaN": (
-        lambda tensors: tensors["model.mtp_layers.0.final_layernorm.weight"].fill_(float("nan")),
+        put("model.mtp_layers.0.final_layernorm.weight", lambda norm: norm.fill_(float("nan"))),
         "32 of 32 values are NaN",
     ),
 }
@@ -123,11 +124,7 @@ FAULTS = {
 def test_faults_of_modules_are_found(trained, tmp_path, fault, reason):
     _, run = trained()
     export_head(run, tmp_path / "out", to="vllm")
-    path = tmp_path / "out" / "model-mtp.safetensors"
-    tensors = {name: value.clone() for name, value in load_file(path).items()}
-    fault(tensors)
-    save_file(tensors, path)
-    problems = check_folder(tmp_path / "out").problems
+    problems = check_folder(rewritten(tmp_path / "out", fault, weights="model-mtp.safetensors")).problems
     assert any(re.search(reason, line) for line in problems), problems
 
 

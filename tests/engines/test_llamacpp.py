@@ -12,6 +12,7 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
+from damaging import at_first, key, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_export
 from headstart.engines.export import export_head, read_folder
@@ -20,7 +21,6 @@ from headstart.engines.llamacpp import Conversion, serve_lines
 from headstart.engines.servers.llama_server import served_as
 from headstart.scripts.export_command import check, export
 from headstart.targets.target import Target
-from safetensors.torch import load_file, save_file
 
 SOUND = {
     "eagle3": gguf_files.eagle3,
@@ -205,31 +205,6 @@ def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
         export(tmp_path, tmp_path / "out", to="vllm", outtype="f16")
 
 
-def key(name, value):
-    """Sets a key; `...` takes it out."""
-
-    def fault(keys, tensors):
-        keys.pop(name) if value is ... else keys.update({name: value})
-
-    return fault
-
-
-def put(name, change):
-    def fault(keys, tensors):
-        tensors[name] = np.ascontiguousarray(change(tensors.get(name)))
-
-    return fault
-
-
-def at_first(value):
-    def change(array):
-        array = array.copy()
-        array.reshape(-1)[0] = value
-        return array
-
-    return change
-
-
 DAMAGED = {
     # layer ids and flags
     "no ids": ("eagle3", key("eagle3.target_layers", ...), "target_layers: expected ascending layer numbers, found N"),
@@ -334,7 +309,5 @@ def test_a_folder_for_vllm_is_asked_whether_it_can_be_converted(trained, tmp_pat
     export_head(trained("eagle3", num_layers=2), out, to="vllm")
     assert check_export(out).problems == []
     assert any("its heads have one layer" in line for line in check_export(out, to="llama.cpp").problems)
-    tensors = load_file(out / "model.safetensors")
-    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
-    save_file(tensors, out / "model.safetensors")
+    rewritten(out, put("fc.weight", lambda weight: weight[:, :-1]))
     assert any("tensor fc.weight: expected" in line for line in check_export(out, to="llama.cpp").problems)
