@@ -28,7 +28,6 @@ from headstart.heads.stored.folder import fingerprint_of_tensors
 from headstart.targets import target as targets
 from headstart.targets.check import check_target
 from headstart.targets.target import Target
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -36,7 +35,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -44,6 +42,8 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import perturbing.py by name
+from words import word_tokenizer  # noqa: E402
+
 FOUND = (
     "logit_scale",
     "logit_cap",
@@ -204,9 +204,7 @@ def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target itself wrote."""
     folder = tmp_path_factory.mktemp("saved") / "target"
     make_model("llama").save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    word_tokenizer(SIZES["vocab_size"]).save_pretrained(folder)
     prompts = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34], [1, 44, 3], [1, 13, 14]]
     texts = generate(Target.load(folder), None, prompts, max_new_tokens=24, eos_token_ids=[]).token_ids
     rows = [{"input_ids": p + t, "prompt_length": len(p)} for p, t in zip(prompts, texts, strict=True)]

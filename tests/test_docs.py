@@ -22,9 +22,9 @@ from headstart.engines.heads import HEADS
 from headstart.scripts.cli import app
 from headstart.targets.loading import TargetConfig
 from headstart.train.inputs.config import TrainConfig, load_run
-from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
+from words import with_template
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")])
@@ -59,10 +59,7 @@ def world(saved_target, lora, tmp_path_factory):
     """A folder with what the pages name: MODEL, SMALLER, adapters, rows, a trained, an exported and a published
     head."""
     folder = tmp_path_factory.mktemp("docs")
-    shutil.copytree(saved_target, folder / "MODEL")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "MODEL")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "MODEL")
+    with_template(saved_target, folder / "MODEL", TEMPLATE)
     shutil.copytree(folder / "MODEL", folder / "SMALLER")
     shutil.copytree(folder / "MODEL", folder / "runs/grpo/policy/step_10")
     (folder / "VLLM/bin").mkdir(parents=True)

@@ -9,6 +9,7 @@ import torch
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.targets.target import Target
 from perturbing import perturb
+from words import word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -27,5 +28,17 @@ def trained(on_disk: Target, tmp_path: Path) -> Callable[..., Path]:
         head = build_head(config, on_disk, draft_token_ids=ids, seed=2)
         save_head(perturb(head, 0.05, seed=4), tmp_path / "run" / "final")
         return tmp_path / "run"
+
+    return make
+
+
+@pytest.fixture
+def target_for(tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[[str], Target]:
+    """target_for("eagle3"): a target on disk with which engines load a head of that family."""
+
+    def make(family: str) -> Target:
+        tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
+        word_tokenizer(61).save_pretrained(tmp_path / "target")
+        return Target.load(tmp_path / "target")
 
     return make

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from headstart.base.errors import BadInput
 from headstart.engines.export import ENGINES, LAYOUTS, export_head
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.engines.llamacpp import target_problem
-from headstart.targets.target import Target
 
 ROOT = Path(__file__).parents[2]
 DFLASH: dict[str, Any] = {"markov_rank": 0, "sample_from_anchor": False}
@@ -47,14 +45,10 @@ def rows(page: str) -> dict[str, list[str]]:
     }
 
 
-def exported(tmp_path: Path, tiny_model: Any, saved_target: Path, kind: str) -> set[str]:
+def exported(tmp_path: Path, target_for: Any, kind: str) -> set[str]:
     """What a head of a kind can be exported to, on a target that engines load it with."""
     family, options, *_ = KINDS[kind]
-    tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
-    for file in saved_target.glob("tokenizer*.json"):
-        shutil.copy(file, tmp_path / "target")
-    target = Target.load(tmp_path / "target")
-    head = build_head(head_class(family).config_class(**options), target)
+    head = build_head(head_class(family).config_class(**options), target_for(family))
     save_head(head, tmp_path / "head", dtype=torch.float32)
     # llama.cpp has no graph for MiMo's modules, and the targets of which it has one are not among the tests'
     can = {"llama.cpp"} if family == "mtp" and target_problem("mtp", "qwen3_next") is None else set[str]()
@@ -68,9 +62,9 @@ def exported(tmp_path: Path, tiny_model: Any, saved_target: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_served_here_and_only_exported_are_told_apart(tmp_path, tiny_model, saved_target, kind):
+def test_served_here_and_only_exported_are_told_apart(tmp_path, target_for, kind):
     _, _, in_vllm, in_llamacpp = KINDS[kind]
-    can = exported(tmp_path, tiny_model, saved_target, kind)
+    can = exported(tmp_path, target_for, kind)
     counted = {
         "vllm": (in_vllm, measured("vllm")),
         "llama.cpp": (in_llamacpp, measured("llamacpp")),

@@ -1,7 +1,6 @@
 """A value of another type in a published head's config.json is one line that names the file and the key."""
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from headstart.base.errors import BadInput
 from headstart.engines.export import engines_of, export_head
 from headstart.engines.heads import build_head, head_class, load_head, save_head
 from headstart.engines.importers import import_head
-from headstart.targets.target import Target
 from json_places import changed, places_in
 
 OTHERS: tuple[Any, ...] = ("sixteen", ["x"], {"x": 1}, 2.5)
@@ -25,14 +23,11 @@ LAYOUTS += [("block", "vllm"), ("block", "speculators"), ("mtp", "vllm")]  # a d
 
 
 @pytest.fixture
-def exported(tiny_model, saved_target, tmp_path):
+def exported(target_for, tmp_path):
     """exported(family, to): a target, and a folder of that layout as if others had made it, with its config."""
 
     def make(family, to):
-        tiny_model("qwen2" if family == "mtp" else "llama").save_pretrained(tmp_path / "target")
-        for file in saved_target.glob("tokenizer*.json"):
-            shutil.copy(file, tmp_path / "target")
-        target = Target.load(tmp_path / "target")
+        target = target_for(family)
         config = head_class(family).config_class(**OPTIONS.get(family, {}))
         ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
         save_head(build_head(config, target, draft_token_ids=ids), tmp_path / "head")

@@ -14,7 +14,7 @@ from headstart.scripts import cli
 from headstart.scripts.unattended.running import clock
 from headstart.scripts.unattended.running.steps import CommandRunner, StepRecord
 from headstart.targets.target import Target
-from transformers import AutoTokenizer
+from words import with_template
 
 
 @pytest.fixture
@@ -80,16 +80,7 @@ TEMPLATE = (
 @pytest.fixture
 def chat_target(saved_target, tmp_path):
     """The saved target's folder, with a chat template."""
-    folder = tmp_path / "target"
-    folder.mkdir()
-    for path in saved_target.iterdir():
-        (folder / path.name).symlink_to(path)
-    tokenizer = AutoTokenizer.from_pretrained(saved_target)
-    tokenizer.chat_template = TEMPLATE
-    for path in folder.glob("token*"):
-        path.unlink()
-    tokenizer.save_pretrained(folder)
-    return folder
+    return with_template(saved_target, tmp_path / "target", TEMPLATE)
 
 
 SECONDS = {"train": 4.0}  # that a step is said to take; others 1

@@ -29,7 +29,7 @@ from headstart.engines.heads import HEADS, build_head, save_head
 from headstart.scripts import cli
 from headstart.targets.target import Target
 from safetensors import SafetensorError, safe_open, serialize_file
-from transformers import AutoTokenizer
+from words import with_template
 
 TEMPLATE = "w1 {% for m in messages %}{{ m.content }} w2 {% endfor %}{% if add_generation_prompt %}w6 {% endif %}"
 MEASURED = "--target {w}/target --drafter ngram --prompts {w}/prompts.jsonl --max-new-tokens 6 --output {out}"
@@ -53,11 +53,7 @@ COMMANDS = {**OWNED, **WHOLE, **PUSH}
 def world(saved_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands read: target, run.yaml, chats.jsonl, prompts.jsonl, head, and two evaluations, one and two."""
     folder = tmp_path_factory.mktemp("world")
-    shutil.copytree(saved_target, folder / "target")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "target")
-    target = Target.load(folder / "target")
+    target = Target.load(with_template(saved_target, folder / "target", TEMPLATE))
     save_head(build_head(HEADS["medusa"].config_class(type="medusa", num_depths=2), target), folder / "head")
     said = [{"role": role, "content": "w5 w9 w7"} for role in ("user", "assistant")]
     chats = [{"messages": [{**said[0], "content": f"w{3 + i} w{50 - i}"}, said[1]]} for i in range(20)]

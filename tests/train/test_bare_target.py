@@ -19,6 +19,7 @@ from headstart.train.inputs.config import load_run
 from run_files import losses, validations
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from words import word_tokenizer
 
 SIZES = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2, bos_token_id=1, pad_token_id=0)
@@ -32,8 +33,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def saved(saved_target, tmp_path_factory):
-    """saved(kind): the folder of a random model of a kind, with the tokenizer of `saved_target`."""
+def saved(tmp_path_factory):
+    """saved(kind): the folder of a random model of a kind, with a tokenizer."""
 
     def make(kind):
         folder = tmp_path_factory.mktemp("kind") / "target"
@@ -45,8 +46,7 @@ def saved(saved_target, tmp_path_factory):
             for parameter in model.parameters():
                 parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(folder)
-        for path in saved_target.glob("tokenizer*"):
-            shutil.copyfile(path, folder / path.name)
+        word_tokenizer(61).save_pretrained(folder)
         return folder
 
     return make

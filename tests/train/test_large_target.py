@@ -25,8 +25,8 @@ from headstart.targets.cpu.build import multiplies_bf16
 from headstart.targets.loading import TargetConfig
 from headstart.targets.parts import OutputUse
 from headstart.train.inputs.config import load_inputs
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
+from words import word_tokenizer
 
 LAYERS, SIZE, WIDE, HEADS, KEYS, VOCABULARY = 80, 8192, 28672, 64, 8, 128256  # Llama-3.1-70B
 GB = 2**30
@@ -50,9 +50,7 @@ def large(tmp_path_factory) -> Path:
     config = LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=2, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    word_tokenizer(VOCABULARY).save_pretrained(folder)
     keys = SIZE // HEADS * KEYS
     layer = {"input_layernorm": (SIZE,), "post_attention_layernorm": (SIZE,), "mlp.down_proj": (SIZE, WIDE)}
     layer |= {"mlp.gate_proj": (WIDE, SIZE), "mlp.up_proj": (WIDE, SIZE), "self_attn.q_proj": (SIZE, SIZE)}

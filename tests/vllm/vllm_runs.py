@@ -17,8 +17,7 @@ from headstart.heads.base import DraftHead
 from headstart.targets.target import Target
 from headstart.train.inputs.config import load_run
 from headstart.train.trainer import train_head
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from words import word_tokenizer
 
 LENGTH = 40  # tokens of an answer
 OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -26,9 +25,7 @@ OFFLINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_N
 
 def save_tokenizer(folder: Path, *, num_words: int) -> None:
     """Words w0, w1 ..."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
+    word_tokenizer(num_words, pad_token=None).save_pretrained(folder)
 
 
 def write_rows(folder: Path, prompts: list[list[int]]) -> None:

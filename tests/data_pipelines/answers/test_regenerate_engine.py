@@ -25,7 +25,7 @@ from headstart.targets.chat.prompts import plain_ids
 from headstart.targets.target import Target
 from headstart.targets.weights.served_adapter import ServedAdapter
 from openai_server import serving
-from transformers import AutoTokenizer
+from words import with_template
 
 TEMPLATE = (
     "w1 {% for m in messages %}{{ 'w5 ' if m.role == 'user' else 'w6 ' }}{{ m.content }}{{ ' w2 ' }}{% endfor %}"
@@ -38,12 +38,7 @@ GREEDY = SamplingConfig(temperature=0, max_tokens=12)
 @pytest.fixture(scope="module")
 def chat_target(saved_target, tmp_path_factory):
     """The folder of a target whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(saved_target, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return with_template(saved_target, tmp_path_factory.mktemp("chat") / "target", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from headstart.targets.target import Target
+from words import word_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from served_targets import KINDS, save_words  # noqa: E402
+from served_targets import KINDS  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...
                     if parameter.ndim == 1:
                         parameter.uniform_(0.5, 1.5)
             model.save_pretrained(made[kind])
-            save_words(made[kind])
+            word_tokenizer(61).save_pretrained(made[kind])
         return made[kind]
 
     return make

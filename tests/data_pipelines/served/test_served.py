@@ -24,7 +24,8 @@ from headstart.scripts.data.extract import extract
 from headstart.targets.loading import TargetConfig
 from headstart.targets.target import Target
 from run_files import contents
-from served_targets import KINDS, save_words
+from served_targets import KINDS
+from words import word_tokenizer
 
 HEADS = {
     "eagle3": ({"type": "eagle3"}, [1, 2, 3, 4]),
@@ -143,7 +144,7 @@ def test_another_target_or_tokenizer_has_another_digest(fake, folder_of, run_of,
     model = Target.load(folder_of("llama")).model
     model.model.layers[2].mlp.up_proj.weight.data[:, 0] += 0.01
     model.save_pretrained(tmp_path / "weights")
-    save_words(tmp_path / "words", first="v0")
+    word_tokenizer(["v0", *(f"w{i}" for i in range(1, 61))]).save_pretrained(tmp_path / "words")
     for name, message in (("weights", "serves target .*/weights .*, not .*/llama"), ("words", "has another tokenizer")):
         other = FakeServer(Target.load(tmp_path / name, dtype="float32"), [1, 2, 3, 4], tmp_path / "states")
         with other.listening() as url, pytest.raises(BadInput, match=message):

@@ -9,8 +9,7 @@ from headstart.eval.decoding import generate
 from headstart.scripts.unattended import machine
 from headstart.scripts.unattended.running.journal import Machine, Measured, RoundCost
 from headstart.targets.target import Target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from words import word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}w03 {{ m['content'] }} w02 {% else %}w01 {{ m['content'] "
@@ -45,11 +44,7 @@ def machine_is(monkeypatch):
 @pytest.fixture
 def worded_target(chat_target):
     """With words of which none begins with another, and a template that puts the same before every answer."""
-    words = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(61)}, unk_token="w00"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w02", pad_token="w00")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(chat_target)
+    word_tokenizer([f"w{i:02}" for i in range(61)], chat_template=TEMPLATE).save_pretrained(chat_target)
     return chat_target
 
 

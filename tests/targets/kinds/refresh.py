@@ -8,13 +8,16 @@ A process per core; 8 minutes of computing time in all. With names, the other ki
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from time import perf_counter
 
 import torch
 import transformers
-from kinds import KINDS, without_recipe
-from record import RECORD, Record
-from walk import walked
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of tests/words.py
+from kinds import KINDS, without_recipe  # noqa: E402
+from record import RECORD, Record  # noqa: E402
+from walk import walked  # noqa: E402
 
 
 def walk(name: str) -> dict[str, str]:

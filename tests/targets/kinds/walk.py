@@ -29,9 +29,9 @@ from headstart.train import trainer
 from headstart.train.inputs.config import load_run
 from kind import VOCAB_SIZE, WINDOW, Kind
 from planted import Planted
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
+from words import word_tokenizer
 
 NUM_NEW = 24
 LONG = [1] + [(7 * i * i + 3 * i + 11) % 490 + 4 for i in range(3 * WINDOW - 1)]
@@ -61,7 +61,7 @@ class Walk:
     def transformers(self) -> None:
         """The kind exists in the installed release, and writes texts that can tell right from wrong."""
         self.kind.model().save_pretrained(self.path)
-        tokenizer().save_pretrained(self.path)
+        word_tokenizer(VOCAB_SIZE, bos_token="w1").save_pretrained(self.path)
         fewest = min(len(set(text)) for text in self.texts)
         if fewest < FEWEST_TOKENS:
             raise Wrong(f"a text of {fewest} different tokens: another seed may write a better one")
@@ -230,13 +230,6 @@ def check_close(what: str, ours: Tensor, theirs: Tensor) -> None:
     error = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
     if not error <= TOLERANCE:
         raise Wrong(f"{what}: off by {error:.1g} of the largest")
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0, w1 ..."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2", pad_token="w0")
 
 
 @contextlib.contextmanager
