@@ -1,5 +1,9 @@
-"""Made-up results of report.json, for tests of several folders."""
+"""Made-up results of report.json, and figures that tests take down, for tests of several folders."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from headstart.eval.measurement.result import RenderedChats, Result
@@ -14,3 +18,12 @@ def made_result(**changes: Any) -> Result:
         "batch_size": 1, "num_prompts": 20, "failed": [], "max_new_tokens": 64,
     }  # fmt: skip
     return Result(**{**settings, **changes})
+
+
+@contextmanager
+def written_down(path: str | None) -> Iterator[list[dict[str, Any]]]:
+    """A list to fill, which is then written to a JSON file, if there is one named and something to write."""
+    found: list[dict[str, Any]] = []
+    yield found
+    if path and found:
+        Path(path).write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")

@@ -1,10 +1,12 @@
-"""What training left in a run folder, as tests of several folders read it."""
+"""What training left in a run folder, and what is in any folder, as tests of several folders read it."""
 
 from pathlib import Path
 from typing import Any
 
 from headstart.base.jsonl import read_appended
+from headstart.targets.weights.tensor_files import tensor_locations
 from headstart.train.watching.speed import StepSpeed
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,6 +33,15 @@ def final(folder: Path) -> dict[str, Tensor]:
 
 def weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a model's folder."""
+    found = {}
+    for name, path in tensor_locations(folder).items():
+        with safe_open(path, framework="pt") as opened:
+            found[name] = opened.get_tensor(name)
+    return found
 
 
 def contents(folder: Path, *, but: str = "") -> dict[str, bytes]:

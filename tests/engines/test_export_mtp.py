@@ -17,9 +17,8 @@ from headstart.engines.importers import import_head
 from headstart.engines.servers.how_to_serve import commands_of_engine
 from headstart.heads.mtp import MtpConfig
 from headstart.targets.target import Target
-from headstart.targets.weights.tensor_files import tensor_locations
 from perturbing import perturb
-from safetensors import safe_open
+from run_files import tensors_of
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -46,14 +45,6 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 8,
     "max_position_embeddings": 64,
 }
-
-
-def tensors_of(folder):
-    found = {}
-    for name, path in tensor_locations(folder).items():
-        with safe_open(path, framework="pt") as opened:
-            found[name] = opened.get_tensor(name)
-    return found
 
 
 @pytest.fixture

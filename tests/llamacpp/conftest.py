@@ -1,12 +1,11 @@
 """Where llama.cpp is, as `make test-llamacpp` has it, and the file that takes down what both engines counted."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from headstart.engines.servers.llama_server import PACKAGE
+from results import written_down
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,8 +17,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="module")
 def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Of each head, once its test has passed; written down at the end where --llama-log names a file."""
-    found: list[dict[str, Any]] = []
-    yield found
-    path = request.config.getoption("--llama-log", default=None)
-    if path and found:
-        Path(str(path)).write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    with written_down(request.config.getoption("--llama-log", default=None)) as found:
+        yield found

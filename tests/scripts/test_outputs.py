@@ -24,10 +24,11 @@ from typing import Any
 import pytest
 import yaml
 from headstart.base import files
-from headstart.base.owned import OwnedFolder
+from headstart.base.owned import LOCK, OwnedFolder
 from headstart.engines.heads import HEADS, build_head, save_head
 from headstart.scripts import cli
 from headstart.targets.target import Target
+from run_files import contents
 from safetensors import SafetensorError, safe_open, serialize_file
 from words import with_template
 
@@ -87,12 +88,6 @@ def call(line: list[str]) -> tuple[int, str]:
     finally:
         sys.argv = before
     return code, "".join(line for line in said.getvalue().splitlines(keepends=True) if line.startswith("headstart: "))
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """The files of a folder; which process has it is not of it."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".headstart.lock"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def result(name: str, out: Path) -> Any:
@@ -157,7 +152,7 @@ def test_a_command_touches_no_folder_of_another(second, world, tmp_path):
             else:
                 out.mkdir(parents=True)
             (out / "theirs").write_text("theirs")
-            before = tree(out.parent)
+            before = contents(out.parent, but=LOCK)
             code, said = call(words(second, world, out))
         if second in WHOLE:
             expected = f"{out}: exists already"
@@ -168,7 +163,7 @@ def test_a_command_touches_no_folder_of_another(second, world, tmp_path):
         else:
             expected = f"{out}: belongs to headstart {first}; give headstart {second} another folder"
         assert code == 2 and expected in said and said.count("\n") == 1, (first, said)
-        assert tree(out.parent) == before and os.listdir(out.parent) == ["out"]
+        assert contents(out.parent, but=LOCK) == before and os.listdir(out.parent) == ["out"]
 
 
 # Failing calls

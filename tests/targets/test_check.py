@@ -27,21 +27,10 @@ from transformers import (
     xLSTMConfig,
     xLSTMForCausalLM,
 )
+from wrong_slots import hiding_a_slot, one_further
 
 pytestmark = pytest.mark.usefixtures("checking")
-VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
-
-
-def hiding_a_slot(positions, **how):
-    """A wrong mask: no query sees the second token."""
-    mask = VISIBILITY(positions, **how)
-    mask[..., 1] = torch.finfo(mask.dtype).min
-    return mask
-
-
-def one_further(self, input_ids, positions, *rest, **how):
-    """A wrong position, of single tokens behind a prompt."""
-    return READ(self, input_ids, positions + (positions.shape[1] == 1), *rest, **how)
+WRITE = caches.SlotLayer.update
 
 
 def stale(self, keys, values, *rest, **how):

@@ -3,13 +3,13 @@
 Modules of this folder and of tests/targets are imported by name.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from results import written_down
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "targets" / "kinds")]
 
@@ -31,8 +31,5 @@ def python(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Of each head, once its test has passed; written down at the end where --vllm-log names a file."""
-    found: list[dict[str, Any]] = []
-    yield found
-    path = request.config.getoption("--vllm-log", default=None)
-    if path and found:
-        Path(str(path)).write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    with written_down(request.config.getoption("--vllm-log", default=None)) as found:
+        yield found

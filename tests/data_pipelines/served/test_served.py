@@ -301,8 +301,8 @@ def ended(work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_any_point_it_loses_and_repeats_no_row(num_kills, fake, run_of, tmp_path):
+def test_killed_at_any_point_it_loses_and_repeats_no_row(fake, run_of, tmp_path):
+    num_kills = 20
     run, server, source = run_of(num_rows=30 * num_kills), fake(), random.Random(1)
     how = {"shard_bytes": 10_000, "batch_tokens": 200}
     with server.listening() as url:

@@ -25,21 +25,10 @@ from headstart.eval.suites.prompts import Suite
 from headstart.targets.caches import cache as caches
 from headstart.targets.caches.attention import NAME as GROUPED_ATTENTION
 from headstart.targets.target import Target
+from wrong_slots import VISIBILITY, hiding_a_slot, one_further
 
 PROMPTS = [[1, 5 + i, 9, (14 + 3 * i) % 61, 33, *range(20, 20 + i)] for i in range(6)]
-VISIBILITY, READ, WRITE = caches.visibility_mask, Target.read_slots, caches.SlotLayer.update
-
-
-def hiding_a_slot(positions, **how):
-    """A wrong mask: no query sees the second token."""
-    mask = VISIBILITY(positions, **how)
-    mask[..., 1] = torch.finfo(mask.dtype).min
-    return mask
-
-
-def one_further(self, input_ids, positions, *rest, **how):
-    """A wrong position: behind the prompt, each token believes to be one further on."""
-    return READ(self, input_ids, positions + (positions.shape[1] == 1), *rest, **how)
+WRITE = caches.SlotLayer.update
 
 
 def stale(self, keys, values, *rest, **how):

@@ -19,8 +19,7 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.mtp import MtpConfig
 from headstart.targets.target import Target
 from headstart.targets.weights.mtp_checkpoint import stitch
-from headstart.targets.weights.tensor_files import tensor_locations
-from safetensors import safe_open
+from run_files import tensors_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -160,14 +159,6 @@ def change_config(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     config.get("text_config", config).update(changes)
     (folder / "config.json").write_text(json.dumps(config))
     return config
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, path in tensor_locations(folder).items():
-        with safe_open(path, framework="pt") as opened:
-            found[name] = opened.get_tensor(name)
-    return found
 
 
 CASES = [("dense", {}), ("mimo", {}), ("glm", {})]
