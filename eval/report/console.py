@@ -88,7 +88,7 @@ def speedup_cell(result: Result) -> str:
 
 
 def drafts_cell(result: Result) -> str:
-    """`4`; of a tree its nodes too: `24 static`."""
+    """`4`; of a tree its nodes too: `24 dynamic`."""
     return str(result.num_draft_tokens) if result.tree == "chain" else f"{result.num_drafted} {result.tree}"
 
 
