@@ -82,6 +82,10 @@ class HeadConfig:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def layers_on(self, target: Target, usual: Sequence[int]) -> list[int]:
+        """The features that are read: those that are set, else the family's usual ones, see `Target.nearest_passed`."""
+        return target.nearest_passed(usual) if self.feature_layers is None else self.feature_layers
+
     def resolved(self, target: Target) -> "HeadConfig":
         """This config with every default that depends on the target filled in, as saved with the head."""
         return self

@@ -88,9 +88,7 @@ class BlockConfig(HeadConfig):
         return self.start == "fitted"
 
     def resolved(self, target: Target) -> "BlockConfig":
-        layers = self.feature_layers
-        if layers is None:
-            layers = target.nearest_passed(default_feature_layers(target.num_layers))
+        layers = self.layers_on(target, default_feature_layers(target.num_layers))
         return replace(self, feature_layers=layers, mask_token_id=mask_token_of(target, self.mask_token_id))
 
 

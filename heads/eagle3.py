@@ -81,9 +81,7 @@ class Eagle3Config(ParallelConfig):
         return self.start != "random" and self.can_be_fitted
 
     def resolved(self, target: Target) -> "Eagle3Config":
-        layers = self.feature_layers
-        if layers is None:
-            layers = target.nearest_passed(default_feature_layers(target.num_layers))
+        layers = self.layers_on(target, default_feature_layers(target.num_layers))
         return replace(self, feature_layers=layers, mask_token_id=self.mask_token(target))
 
 
