@@ -13,22 +13,19 @@ from ..base.errors import BadInput, first_line
 from .check import find_output_use
 from .layers.target_output import TargetOutput
 from .loading import (
+    Checkpoint,
     TargetConfig,
     cast_weights,
     empty_model,
-    found_path,
     quantization,
     quiet_loading,
-    read_model_config,
     torch_dtype,
 )
 from .parts import OutputUse
 from .target import Target
 from .weights.reading import WeightReader
 from .weights.served_adapter import ServedAdapter
-from .weights.stored import DTYPES, StoredTensor, fingerprint_of_stored, stored_tensors
-
-PLAIN = ("F64", "F32", "F16", "BF16")  # weights that are not quantised
+from .weights.stored import PLAIN, StoredTensor
 
 
 class NeedsLayers(BadInput):
@@ -47,23 +44,19 @@ class BareTarget(Target):
         Raises: NeedsLayers if these parts cannot be read alone, or the use cannot be found; BadInput if there is no
             such model, or it is damaged.
         """
-        path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
+        wanted, checkpoint = torch_dtype(source.dtype), Checkpoint.of(source)
         adapter = None if source.adapter is None else ServedAdapter.read(source.adapter)
-        num_layers = config.get_text_config().num_hidden_layers
-        stored = stored_tensors(path, revision=source.revision)
-        kinds = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
-        dtype = config.dtype or next(kinds, None)
         try:
-            model = empty_model(source, dtype=dtype)
+            model = empty_model(source, dtype=checkpoint.dtype)
             with torch.device("meta"), quiet_loading():
-                fingerprint = fingerprint_of_stored(stored, num_layers=num_layers)
+                fingerprint = checkpoint.fingerprint()
                 if adapter is not None:  # it changes none of the parts that are read
-                    adapter.check_base(path, fingerprint, num_layers=num_layers)
+                    adapter.check_base(checkpoint.path, fingerprint, num_layers=checkpoint.num_layers)
                     adapter.layers_in(model)
                 target = cls(model, name=source.path, fingerprint=fingerprint, source=source, adapter=adapter)
             target._use(use)
             with quiet_loading():
-                target._read(stored, dtype)
+                target._read(checkpoint.stored, checkpoint.dtype)
         except BadInput:
             raise
         except Exception as error:  # whatever the code of an unknown model raises

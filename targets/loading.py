@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -32,7 +32,7 @@ from transformers.utils import logging as hf_logging
 from ..base.errors import BadInput, first_line
 from ..base.files import LocalPath, lack_of
 from .weights.gguf import gguf_folder
-from .weights.stored import fingerprint_of_stored, stored_tensors
+from .weights.stored import DTYPES, PLAIN, StoredTensor, fingerprint_of_stored, stored_tensors
 
 CONSENT = "HEADSTART_TRUST_REMOTE_CODE"  # environment variable: 1 permits code of a model's own repository
 HUB_SECONDS = 10.0  # for an answer of the hub
@@ -256,6 +256,31 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         cast_weights(model, model.modules(), wanted)
         cast_buffers(model, target, wanted)
     return model, fingerprint
+
+
+class Checkpoint(NamedTuple):
+    """A model as it is stored, of which parts can be read. dtype: of its weights; None: not known."""
+
+    path: str
+    config: Any
+    stored: dict[str, StoredTensor]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, target: TargetConfig) -> Self:
+        """Raises BadInput if there is no such model, or it is damaged."""
+        path, config = found_path(target.path), read_model_config(target)
+        stored = stored_tensors(path, revision=target.revision)
+        plain = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
+        return cls(path, config, stored, config.dtype or next(plain, None))
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.get_text_config().num_hidden_layers
+
+    def fingerprint(self) -> str:
+        """Reads all of it."""
+        return fingerprint_of_stored(self.stored, num_layers=self.num_layers)
 
 
 def stored_fingerprint(target: TargetConfig, config: Any) -> str:

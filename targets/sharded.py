@@ -15,20 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from ..base.errors import BadInput, first_line
 from .layers.runs import layer_list
 from .loading import (
+    Checkpoint,
     TargetConfig,
     cast_weights,
     drop_other_modalities,
     empty_model,
-    found_path,
     quantization,
     quiet_loading,
-    read_model_config,
     text_decoder,
     torch_dtype,
 )
 from .target import Target
 from .weights.reading import WeightReader, make_room
-from .weights.stored import DTYPES, fingerprint_of_stored, stored_tensors
 
 
 class ShardedTarget(Target):
@@ -43,21 +41,20 @@ class ShardedTarget(Target):
         Args: source: its `device_map` does not count. device: this process's.
         Raises: BadInput if there is no such model, or it is stored quantised, damaged, or cannot be read so.
         """
-        path, wanted, config = found_path(source.path), torch_dtype(source.dtype), read_model_config(source)
-        if (method := quantization(config)) is not None:
+        wanted, checkpoint = torch_dtype(source.dtype), Checkpoint.of(source)
+        path = checkpoint.path
+        if (method := quantization(checkpoint.config)) is not None:
             raise BadInput(f"target {path}: stored quantised ({method}): not with train.shard_target")
-        stored = stored_tensors(path, revision=source.revision)
-        fingerprint = fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
-        dtype = config.dtype or next((DTYPES[one.dtype] for one in stored.values() if one.dtype in DTYPES), None)
+        fingerprint = checkpoint.fingerprint()
         try:
-            model = empty_model(source, dtype=dtype)
+            model = empty_model(source, dtype=checkpoint.dtype)
             drop_other_modalities(model)
             base = text_decoder(model)
             kind = type(base)
             with torch.device("meta"), quiet_loading():
                 layers = layer_list(base)
             mesh = init_device_mesh(device.type, (num_processes,))
-            reader = WeightReader(model, stored, name=path, dtype=dtype, device=device)
+            reader = WeightReader(model, checkpoint.stored, name=path, dtype=checkpoint.dtype, device=device)
             layers = list(layers or ())
             inside = {module for layer in layers for module in layer.modules()}
             outside = [module for module in model.modules() if module not in inside]

@@ -35,6 +35,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # of others the bytes are read
+PLAIN = ("F64", "F32", "F16", "BF16")  # weights that are not quantised
 
 
 @dataclass(frozen=True)
