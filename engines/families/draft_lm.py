@@ -69,8 +69,7 @@ class DraftLMServing(Serving):
         """A draft model with the target's tokenizer, as a plain folder. Raises BadInput if the target is not local."""
         source = target_folder(head)
         no_modules = {key: 0 for key in COUNT_KEYS if head.config.get(key)}  # it has none of the target's MTP
-        config = {key: value for key, value in head.config.items() if key != "quantization_config"}  # of older heads
-        write_config(folder, {**config, **no_modules, **head.provenance})
+        write_config(folder, {**head.config, **no_modules, **head.provenance})
         write_tensors(folder, head.tensors)
         for pattern in (*TOKENIZER_FILES, "*.model", *CHAT_FILES):
             for path in sorted(source.glob(pattern)):

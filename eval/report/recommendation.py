@@ -114,7 +114,7 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
 def chosen_words(best: Result, num_choices: int) -> str:
     """What follows from having measured so many results."""
     low, high = interval_as_chosen(best, num_choices) or (None, None)
-    if len(best.observations) < 2:  # of an older report or another engine
+    if len(best.observations) < 2:  # of an older report
         return f"The best of {num_choices} results looks a little better than it is; measure it again alone."
     return (
         f"It is the best of {num_choices} results: with that allowed for, the 95 % interval is "

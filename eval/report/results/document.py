@@ -15,7 +15,6 @@ from ...figures.environment import Environment, TargetInfo
 from ...measurement.result import Result
 
 SCHEMA_VERSION = 3
-OURS = "headstart"
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,10 @@ def read_report(path: Path) -> Report:
         raise BadInput(f"{path}: schema_version {version}, expected {SCHEMA_VERSION}")
     if not isinstance(parts[2], list):
         raise BadInput(f"{path}: results: expected a list, got {parts[2]!r:.60}")
-    results = [Result.from_json(entry, where=f"{path}: results.{i}") for i, entry in enumerate(parts[2])]
-    engines = [entry.get("engine", OURS) for entry in parts[2]]  # older reports have other engines' baselines too
     return Report(
         read_json(Environment, parts[0], where=f"{path}: environment"),
         read_json(TargetInfo, parts[1], where=f"{path}: target"),
-        [result for result, engine in zip(results, engines, strict=True) if engine == OURS],
+        [Result.from_json(entry, where=f"{path}: results.{i}") for i, entry in enumerate(parts[2])],
     )
 
 
