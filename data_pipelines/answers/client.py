@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
-from ...engines.servers.address import Address, first_answer
+from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer, may_pass
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
@@ -25,14 +25,11 @@ from .regenerate import ClientConfig
 if TYPE_CHECKING:
     import openai
 
-STOP_STATUSES = (401, 403, 404, 405)  # no row can be answered before the user changes something
-RETRY_STATUSES = (408, 425, 429)  # and all from 500
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
 LONGEST_BACKOFF = 60  # seconds between two attempts
 FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
-REFUSED_STATUSES = (400, 422)  # of a request with a key that the server does not take
 UNKNOWN_KEY = (
     r"(?i)\b(extra|unknown|unrecogni[sz]ed|unsupported|unexpected)\b.*\b(arguments?|fields?|inputs?|keys?|param\w+)\b"
 )
@@ -136,9 +133,9 @@ class OpenAIClient:
                     left_out |= refused
                     continue
                 problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told_in(server, error)}"
-                if error.status_code in STOP_STATUSES:
+                if error.status_code in STOPPING:
                     raise BadInput(problem) from error
-                if error.status_code in RETRY_STATUSES or error.status_code >= 500:
+                if may_pass(error.status_code):
                     raise AttemptFailed(problem, rest=retry_after(error.response.headers)) from error
                 raise Failure(problem) from error
             except openai.APIConnectionError as error:
@@ -299,7 +296,7 @@ def told_in(server: Server, error: "openai.APIStatusError") -> str:
 def refused_keys(error: "openai.APIStatusError", sent: set[str]) -> set[str]:
     """Which of the keys that were sent a refusal is about: those that it names, or all if it speaks of unknown keys
     without a name."""
-    if error.status_code not in REFUSED_STATUSES:
+    if error.status_code not in OF_A_KEY:
         return set()
     text = error.response.text
     named = {key for key in sent if re.search(rf"\b{key}\b", text)}

@@ -1,4 +1,4 @@
-"""A server that runs somewhere: its URL, the model that it serves, its key, and short questions to it."""
+"""A server that runs somewhere: its URL, the model that it serves, its key, short questions to it, and its refusals."""
 
 import http.client
 import json
@@ -14,6 +14,14 @@ from ...base.errors import BadInput, first_line
 KEY_NAME = "HEADSTART_API_KEY"  # the variable of the environment that has a server's key; no option takes one
 T = TypeVar("T")
 SHORT = 60.0  # seconds for an answer that takes no decoding
+# what a refusal means, by its HTTP status
+STOPPING = (401, 403, 404, 405)  # no request can be answered before the user changes something
+OF_A_KEY = (400, 422)  # perhaps of a key of the request that the server does not take
+
+
+def may_pass(status: int) -> bool:
+    """Whether a refused request may be answered later. Args: status: 0: the connection failed or nothing came."""
+    return status in (0, 408, 425, 429) or status >= 500
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import BadInput
-from ...engines.servers.address import Address
+from ...engines.servers.address import OF_A_KEY, STOPPING, Address, may_pass
 from ...engines.servers.asking import Arrived, Refused, ask
 from .questions import Question
 
-STOP_STATUSES = (401, 403, 404, 405)  # no question can be answered before the user changes something
-RETRIED = (0, 408, 425, 429)  # and all from 500
 NUM_ATTEMPTS = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a question is repeated
 BEAT = 0.02  # seconds between two looks at how late our own event loop is
@@ -103,13 +101,13 @@ class Asker:
             except Refused as error:
                 if (gone := self.is_gone()) is not None:
                     raise BadInput(gone) from error
-                if error.status in STOP_STATUSES:
+                if error.status in STOPPING:
                     raise BadInput(str(error)) from error
                 keys = [key for key in (*self.optional, "cache_salt") if key in body and key in str(error)]
-                if error.status in (400, 422) and keys:
+                if error.status in OF_A_KEY and keys:
                     self.refused |= {(question.path, key) for key in keys}
                     continue
-                if asked.num_attempts == NUM_ATTEMPTS or (error.status not in RETRIED and error.status < 500):
+                if asked.num_attempts == NUM_ATTEMPTS or not may_pass(error.status):
                     asked.failure = str(error)
                     if "cannot be reached" in asked.failure:
                         raise BadInput(f"{asked.failure}; it answered before") from error
