@@ -136,32 +136,6 @@ def refused(result, problem, *, outputs=()):
     assert out == "" and not any(path.exists() for path in outputs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["target.path=./gone"], "target gone: no such folder"),
-        (["train.max_step=3"], "train.max_step: unknown key; did you mean train.max_steps?"),
-        (["head.num_depth=3"], "head.num_depth: unknown key; did you mean head.num_depths?"),
-        (["trian.max_steps=3"], "trian: unknown key; did you mean train?"),
-        (["data.train={empty}"], "empty.jsonl: empty file"),
-        (["data.train={chat}"], "chat.jsonl:1: "),
-        (["train.max_steps=many"], "train.max_steps: should be"),
-        (["train.max_steps"], "override 'train.max_steps': should be key=value"),
-        (["target.path={small}"], "target {small}: "),
-    ],
-)
-def test_train_refuses_in_one_line(arguments, problem, headstart, run_config, tmp_path):
-    chat = '{"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6 w7"}]}\n'
-    files = {"empty": "", "chat": chat}
-    for name, text in files.items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text("{}")
-    names = {**{name: tmp_path / f"{name}.jsonl" for name in files}, "small": tmp_path / "small"}
-    result = headstart("train", run_config(), *(one.format(**names) for one in arguments))
-    refused(result, problem.format(**names), outputs=[tmp_path / "run"])
-
-
 @pytest.mark.parametrize("limit", [1, 5000])
 def test_a_full_disk_is_one_line_that_names_the_file(limit, headstart, run_config, tmp_path):
     """No file of more bytes can be written, as on a disk that is full: at the first row of metrics, and at the head."""

@@ -91,19 +91,6 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("--top-p 0.9", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
-        ("--top-k 5", "--top-k and --top-p choose what is sampled: they need --temperature above 0"),
-        ("--prompts suites/spec_bench.jsonl --prompts suites/spec_bench.jsonl", "spec_bench.jsonl: is given twice"),
-    ],
-)
-def test_what_would_be_ignored_or_misnamed_is_refused(line, problem, asked):
-    code, err, report, _ = asked(f"--suite spec-bench {line}")
-    assert code == 2 and problem in err and report is None
-
-
 def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
     """The turns of eight chats repeat until batches are full; figures have each once, intervals no such batch."""
     _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 16")
@@ -157,20 +144,6 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
     assert report["results"][0]["num_prompts"] == 16 and len(calls) == 100 + 2 + 2 * 14
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("", "nothing to measure on: give at least one --prompts or --suite"),
-        ("--suite spec_bench", "did you mean spec-bench?"),
-        ("--suite spec-bench --thinking maybe", "--thinking maybe: expected on or off"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(line, problem, asked):
-    code, err, report, _ = asked(line)
-    [said] = [one for one in err.splitlines() if one.startswith("headstart: ")]
-    assert code == 2 and problem in said and err.endswith(f"{said}\n") and report is None
 
 
 def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, saved_target, prompts, tmp_path):

@@ -34,11 +34,30 @@ CASES = [
     (f"{EVAL} --drafter ngram --adapter gone --prompts good.jsonl", "gone"),
     (f"{EVAL} --drafter ngram --engine vlm --prompts good.jsonl", "--engine: name 'vlm'"),
     (f"eval --target {TARGET} --output taken --drafter ngram --prompts good.jsonl", "taken"),
+    (f"{EVAL} --drafter ngram", "nothing to measure on: give at least one --prompts or --suite"),
+    (f"{EVAL} --drafter ngram --suite spec_bench", "did you mean spec-bench?"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --prompts good.jsonl", "good.jsonl: is given twice"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --thinking maybe", "--thinking maybe: expected on or off"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --top-p 0.9", "they need --temperature above 0"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --top-k 5", "they need --temperature above 0"),
+    (f"{PLAN} --prompts good.jsonl", "give one of --head and --drafter"),
+    (f"{PLAN} --drafter ngrm --prompts good.jsonl", "drafter 'ngrm': expected one of"),
+    (f"{PLAN} --drafter ngram --tree bush:4 --prompts good.jsonl", "--tree bush:4: expected dynamic:NODES"),
+    (f"{PLAN} --drafter ngram --tree dynamic:4 --prompts good.jsonl", "--tree dynamic: not with NgramDrafter"),
     (f"{PLAN} --drafter ngram --prompts gone.jsonl", "gone.jsonl"),
     (f"{PLAN} --drafter ngram --prompts broken.jsonl", "broken.jsonl:2"),
     (f"{PLAN} --head gone --prompts good.jsonl", "gone"),
     (f"{PLAN} --drafter ngram --adapter gone --prompts good.jsonl", "gone"),
     *((f"{command} {rows}", named) for command, (rows, named) in product((TRAIN, EXTRACT), ROWS.items())),
+    (f"{TRAIN} target.path=./gone", "target gone: no such folder"),
+    (f"{TRAIN} target.path=small", "target small: "),
+    (f"{TRAIN} train.max_step=3", "train.max_step: unknown key; did you mean train.max_steps?"),
+    (f"{TRAIN} head.num_depth=3", "head.num_depth: unknown key; did you mean head.num_depths?"),
+    (f"{TRAIN} trian.max_steps=3", "trian: unknown key; did you mean train?"),
+    (f"{TRAIN} train.max_steps=many", "train.max_steps: should be"),
+    (f"{TRAIN} train.max_steps", "override 'train.max_steps': should be key=value"),
+    (f"{TRAIN} data.train=empty.jsonl", "empty.jsonl: empty file"),
+    (f"{TRAIN} data.train=good.jsonl", "good.jsonl:1: "),
     (f"{TRAIN} data.validation=gone.jsonl", "gone.jsonl"),
     (f"{TRAIN} data.validation=broken.jsonl", "broken.jsonl:2"),
     (f"{TRAIN} data.train=good.jsonl data.features=gone", "gone"),
@@ -99,6 +118,9 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
     for name, rows in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("mine")
     older = tmp_path / "older"
@@ -108,9 +130,10 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
     (older / "config.json").write_text(json.dumps(config))
     refuse_to_load(monkeypatch)
     places = {"target": saved_target, "out": tmp_path / "out", "run": run_config(), "head": head_folder}
-    code, _, err = headstart(line.format(**places))
+    code, out, err = headstart(line.format(**places))
     said = [one for one in err.splitlines() if one.startswith("headstart: ")]
     assert code == 2 and len(said) == 1 and named in said[0], err
+    assert not out and err.endswith(f"{said[0]}\n"), "behind what was going on"
     assert not (tmp_path / "out").exists() and [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
 
 

@@ -91,18 +91,3 @@ def test_without_prompts_a_few_general_ones_are_taken(headstart, saved_target, h
     assert code == 0 and "planned on a few general prompts; give --prompts" in err
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert (found["suite"], found["num_prompts"]) == ("general", 2)
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("", "give one of --head and --drafter"),
-        ("--drafter ngram --tree bush:4", "--tree bush:4: expected dynamic:NODES"),
-        ("--drafter ngram --tree dynamic:4", "--tree dynamic: not with NgramDrafter"),
-        ("--drafter ngrm", "drafter 'ngrm': expected one of"),
-    ],
-)
-def test_refusals_are_one_line_and_leave_nothing(line, problem, plan, tmp_path):
-    code, said, found = plan(f"{SMALL} {line}")
-    assert code == 2 and found is None and not (tmp_path / "plan").exists()
-    assert problem in said and len([one for one in said.splitlines() if one.startswith("headstart: ")]) == 1
