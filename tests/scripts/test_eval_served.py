@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from headstart.base.errors import BadInput
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.report.results.drafter_words import served_words
@@ -131,41 +129,6 @@ def test_under_an_adapter_both_sides_serve_it_and_are_asked_by_its_name(rows, sa
     [result] = report_of(tmp_path / "out")[0]["served"]
     assert all(f"--lora-modules {adapter.name}={adapter}" in command for command in result["commands"])
     assert result["failed"] == [] and result["speedup"] is not None, "the stand-in answers under that name alone"
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("--concurrency 8 --head x", "--concurrency: goes with --engine vllm or sglang or llama-server or openai, or"),
-        ("--server http://h", "--server, --baseline-server: give both"),
-        ("--head x --baseline-drafter ngram", "--baseline-drafter: goes with --engine"),
-        ("--engine openai --head x", "--engine openai: name it with --server URL"),
-        ("--engine vllm --head x --batch-size 2", "--batch-size: is not for servers"),
-        ("--engine vllm", "nothing to measure: give at least one --head"),
-        ("--engine vllm --drafter suffix", "vLLM drafts with head:PATH, draft-model:PATH or ngram"),
-        ("--engine vllm --engine-python p --server http://h --baseline-server http://h", "--engine: python, args: are"),
-        ("--engine-args -t", "--engine: args: goes with another engine"),
-        ("--engine vllm --engine-python p --drafter ngram:x", "MAX should be a whole number"),
-        ("--engine sglang --engine-python p --drafter ngram:8", "SGLang is not told how many tokens look-ups go by"),
-        ("--engine vllm --drafter ngram --slo fast", "--slo fast: expected ttft=SECONDS"),
-        ("--engine vllm --drafter ngram --slo ttft=nan", "--slo ttft=nan: expected ttft=SECONDS"),
-        ("--engine vllm --drafter ngram --rate nan", "--rate, --concurrency: expected a number above 0"),
-        ("--engine vllm --drafter ngram --draft-window 64", "--draft-window 64: goes with a head"),
-        ('--engine vllm --drafter ngram --engine-args "--x \'y"', "--engine: args .*: No closing quotation"),
-        ("--server http://h --baseline-server http://h --engine vllm --head x --drafter y", "name at most one --head"),
-        ("--server ftp://h --baseline-server http://h", "--server 'ftp://h': expected a URL"),
-    ],
-)
-def test_options_that_do_not_go_together_are_one_line(line, problem, rows, saved_target, tmp_path):
-    words, how = shlex.split(line), {}
-    for option, value in zip(words[::2], words[1::2], strict=True):
-        name = option[2:].replace("-", "_")
-        value = int(value) if value.isdecimal() and name != "draft_window" else value
-        value = float(value) if name == "rate" else value
-        how[name] = [value] if name in ("concurrency", "head", "batch_size", "drafter", "rate") else value
-    with pytest.raises(BadInput, match=problem.replace("(", r"\(")):
-        evaluate(target=str(saved_target), prompts=[rows], output=tmp_path / "out", **how)
-    assert not (tmp_path / "out").exists()
 
 
 def test_k_by_batch_size_is_what_was_proved_at_each_load():

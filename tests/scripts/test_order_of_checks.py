@@ -92,6 +92,27 @@ CASES = [
     ("export {head} taken --to vllm", "taken"),
     ("export {head} {out} --to vlm", "vlm"),
 ]
+SERVED = [  # what of eval's options in servers does not go together
+    ("--concurrency 8 --head x", "--concurrency: goes with --engine vllm or sglang or llama-server or openai, or"),
+    ("--server http://h", "--server, --baseline-server: give both"),
+    ("--head x --baseline-drafter ngram", "--baseline-drafter: goes with --engine"),
+    ("--engine openai --head x", "--engine openai: name it with --server URL"),
+    ("--engine vllm --head x --batch-size 2", "--batch-size: is not for servers"),
+    ("--engine vllm", "nothing to measure: give at least one --head"),
+    ("--engine vllm --drafter suffix", "vLLM drafts with head:PATH, draft-model:PATH or ngram"),
+    ("--engine vllm --engine-python p --server http://h --baseline-server http://h", "--engine: python, args: are"),
+    ("--engine-args -t", "--engine: args: goes with another engine"),
+    ("--engine vllm --engine-python p --drafter ngram:x", "MAX should be a whole number"),
+    ("--engine sglang --engine-python p --drafter ngram:8", "SGLang is not told how many tokens look-ups go by"),
+    ("--engine vllm --drafter ngram --slo fast", "--slo fast: expected ttft=SECONDS"),
+    ("--engine vllm --drafter ngram --slo ttft=nan", "--slo ttft=nan: expected ttft=SECONDS"),
+    ("--engine vllm --drafter ngram --rate nan", "--rate, --concurrency: expected a number above 0"),
+    ("--engine vllm --drafter ngram --draft-window 64", "--draft-window 64: goes with a head"),
+    ('--engine vllm --drafter ngram --engine-args "--x \'y"', "No closing quotation"),
+    ("--server http://h --baseline-server http://h --engine vllm --head x --drafter y", "name at most one --head"),
+    ("--server ftp://h --baseline-server http://h", "--server 'ftp://h': expected a URL"),
+]
+CASES += [(f"{EVAL} --prompts good.jsonl {options}", problem) for options, problem in SERVED]
 
 
 def refuse_to_load(monkeypatch):
