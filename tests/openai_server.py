@@ -5,44 +5,34 @@ import json
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from headstart.data_pipelines.answers.regenerate import regenerate
 from headstart.scripts.data.served_answers import by_messages
+from http_stand_in import HttpStandIn, JsonHandler
 
 
-class Server(ThreadingHTTPServer):
+class Server(HttpStandIn):
     """Answers with a hash of the request. fault(server, body, number of the attempt at it) may say otherwise."""
 
-    daemon_threads = True
-
     def __init__(self, fault=None, delay=0.0, port=0):
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__(Handler, port)
         self.fault, self.delay = fault or (lambda *_: None), delay
         self.lock, self.num_now, self.most_at_once = threading.Lock(), 0, 0
         self.attempts, self.bodies, self.headers, self.times = Counter(), [], [], []
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.url += "/v1"
 
     def handle_error(self, *_):
         """Clients are killed here: no news."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     server: Server
 
-    def log_message(self, *_):
-        pass
-
     def do_GET(self):
-        self.send_response(200)
-        payload = json.dumps({"data": [{"id": "tiny"}]}).encode()
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
+        self.reply_models(["tiny"])
 
     def do_POST(self):
-        server, raw = self.server, self.rfile.read(int(self.headers["Content-Length"]))
+        server, raw = self.server, self.body()
         body = json.loads(raw)
         with server.lock:
             server.num_now += 1
@@ -62,12 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, headers, payload = reply
-        payload = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(payload)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(payload)
+        self.reply(payload, status, headers)
 
 
 def answered(body, *, finish_reason="stop", **message):
@@ -76,15 +61,8 @@ def answered(body, *, finish_reason="stop", **message):
     return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
 
 
-@contextmanager
 def serving(fault=None, delay=0.0, port=0):
-    server = Server(fault, delay, port)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    return Server(fault, delay, port).running()
 
 
 def regenerated(config):

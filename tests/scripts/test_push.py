@@ -6,9 +6,7 @@ import hashlib
 import json
 import platform
 import re
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -29,43 +27,34 @@ from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.medusa import MedusaConfig
 from headstart.scripts.push_command import published, push
 from headstart.targets.target import Target
+from http_stand_in import HttpStandIn, JsonHandler
 from results import made_result
 
 TOKEN = "hf_" + "notARealTokenOfAnyone"  # in two parts, so that no scanner takes it for one
 OID = "a" * 40
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(HttpStandIn):
     """files: by repository, what was committed. calls: method and path. refuses: the status of every answer, if set."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.files: dict[str, dict[str, bytes]] = {}
         self.created: list[dict] = []
         self.calls: list[str] = []
         self.tokens: set[str | None] = set()
         self.refuses = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     server: Hub
 
-    def log_message(self, *args):
-        pass
-
     def answer(self, value, status=200, headers=None):
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {"Content-Length": str(len(body)), "X-Repo-Commit": OID, **(headers or {})}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.reply(value, status, {"X-Repo-Commit": OID, **(headers or {})})
 
     def do_POST(self):
         hub, path = self.server, urlparse(self.path).path
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.body()
         hub.calls.append(f"POST {self.path}")
         hub.tokens.add(self.headers.get("Authorization"))
         if hub.refuses:
@@ -119,16 +108,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield server
-    server.shutdown()
-    server.server_close()
+    with Hub().running() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
 
 
 @pytest.fixture

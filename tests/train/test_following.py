@@ -2,8 +2,6 @@
 
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any
 
@@ -19,6 +17,7 @@ from headstart.targets.target import Target
 from headstart.train import following
 from headstart.train.following import FollowingHead, Rollouts, send_head, view_of
 from headstart.train.inputs.config import TrainConfig
+from http_stand_in import HttpStandIn, JsonHandler
 from safetensors.torch import load_file
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22], [1, 30, 31, 32], [1, 44, 3]]
@@ -238,21 +237,15 @@ def vllm():
     """A server's URL, and what it was asked: the path and, of a draft's weights, which lay there."""
     asked: list[tuple[str, list[str]]] = []
 
-    class Server(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.body())
             folder = body["args"][0] if body else None
             asked.append((self.path, sorted(load_file(f"{folder}/model.safetensors")) if folder else []))
-            self.send_response(500 if folder and "refusing" in folder else 200)
-            self.end_headers()
+            self.reply(None, 500 if folder and "refusing" in folder else 200)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
+    with HttpStandIn(Handler).running() as server:
+        yield server.url, asked
 
 
 def test_a_head_is_sent_between_answers(vllm, saved_target, tmp_path):

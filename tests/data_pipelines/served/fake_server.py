@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,10 +22,8 @@ from headstart.data_pipelines.served.in_vllm.headstart_weights import digest_of_
 from headstart.targets.target import Target
 from headstart.targets.weights.served_adapter import WEIGHTS
 
-
-class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024  # connections that wait: every process asks for many rows at a time
+sys.path.append(str(Path(__file__).parents[2]))  # also where it is a program of its own
+from http_stand_in import HttpStandIn, JsonHandler  # noqa: E402
 
 
 class FakeServer:
@@ -110,35 +107,20 @@ class FakeServer:
         """Gives its address."""
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
-                self.reply({"data": [{"id": name} for name in fake.names]})
+                self.reply_models(fake.names)
 
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked = json.loads(self.body())
                 if fake.num_away:
                     fake.num_away -= 1
                     self.close_connection = True
                     return
                 self.reply(fake.answer(asked))
 
-            def reply(self, said: dict[str, Any]) -> None:
-                body = json.dumps(said).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None: ...
-
-        server = Listener(("127.0.0.1", port), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            server.server_close()
+        with HttpStandIn(Handler, port).running() as server:
+            yield server.url
 
 
 def fake_of(words: dict[str, str]) -> FakeServer:
