@@ -11,6 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +52,33 @@ def main() -> None:
 
 def measured(run: Path, python: str, repeats: str) -> list[dict[str, Any]]:
     """An entry per way of drafting and load."""
-    heads = sorted(path.parent for path in run.glob("*/final/config.json"))
-    prompts = next(path for name in DOMAINS if (path := run / "data" / f"{name}.jsonl").is_file())
-    specs = [*(f"head:{head}@{K}" for head in heads), f"ngram@{K}"]
+    drafters = {path.parents[1].name: f"head:{path.parent}@{K}" for path in sorted(run.glob("*/final/config.json"))}
+    found = (
+        side_by_side(run, name, spec, python, repeats) for name, spec in (drafters | {"ngram": f"ngram@{K}"}).items()
+    )
+    return [entry for entries in found for entry in entries]
+
+
+def side_by_side(run: Path, name: str, spec: str, python: str, repeats: str) -> Iterator[dict[str, Any]]:
+    """Of a way of drafting, an entry per load."""
+    prompts = next(path for domain in DOMAINS if (path := run / "data" / f"{domain}.jsonl").is_file())
     command = ["eval", "--target", str(run / "target"), "--prompts", str(prompts), "--max-new-tokens", str(LENGTH)]
-    command += ["--repeats", repeats, *(word for spec in specs for word in ("--drafter", spec))]
+    command += ["--repeats", repeats, "--drafter", spec]
     sizes = [word for size in SIZES for word in ("--batch-size", str(size))]
     loads = [word for size in SIZES for word in ("--concurrency", str(size))]
-    ours = report(command + sizes, run / "served" / "headstart")
+    ours = report(command + sizes, run / "served" / "headstart" / name)
     vllm = ["--engine", "vllm", "--engine-python", python, "--engine-args", VLLM_ARGS]
-    theirs = report(command + loads + vllm, run / "served" / "vllm")
-    machine = theirs["environment"]["device"]
-    pairs = zip(ours["results"], theirs["served"], strict=True)
-    drafters = [Path(spec.split(":")[-1].partition("@")[0]) for spec in specs for _ in SIZES]
-    found = []
-    for drafter, (mine, its) in zip(drafters, pairs, strict=True):
+    theirs = report(command + loads + vllm, run / "served" / "vllm" / name)
+    for mine, its in zip(ours["results"], theirs["served"], strict=True):
         size, accepted = its["load"]["concurrency"], its["acceptance"] or {}
         assert mine["batch_size"] == size
         vllm_figures = {key: its[key] for key in ("speedup", "speedup_ci95")}
         vllm_figures |= {"baseline_tokens_per_second": its["baseline"]["tokens_per_second"]}
         vllm_figures |= {"tokens_per_second": its["drafted"]["tokens_per_second"]}
         vllm_figures |= {"acceptance_length": accepted.get("acceptance_length")}
-        ours_figures = {key: mine[key] for key in vllm_figures}
-        what = {
-            "machine": machine,
-            "target": run.name,
-            "drafter": drafter.parent.name or drafter.name,
-            "at_a_time": size,
-        }
-        found.append({**what, "num_draft_tokens": K, "headstart": ours_figures, "vllm": vllm_figures})
-    return found
+        what = {"machine": theirs["environment"]["device"], "target": run.name, "drafter": name, "at_a_time": size}
+        figures = {"headstart": {key: mine[key] for key in vllm_figures}, "vllm": vllm_figures}
+        yield {**what, "num_draft_tokens": K, **figures}
 
 
 def report(command: list[str], output: Path) -> dict[str, Any]:
