@@ -164,8 +164,7 @@ def reading(reads: dict[str, Any]) -> str:
 
 
 def in_bytes(size: int) -> str:
-    unit, factor = next(
-        (pair for pair in (("TB", 1e12), ("GB", 1e9)) if size >= pair[1] * (1 if pair[0] == "TB" else 0.01)),
-        ("MB", 1e6),
-    )
-    return f"{size / factor:.3g} {unit}"
+    for unit, factor, least in (("TB", 1e12, 1e12), ("GB", 1e9, 1e7)):
+        if size >= least:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size / 1e6:.3g} MB"

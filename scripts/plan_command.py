@@ -118,6 +118,8 @@ def plan(
     trees = None if tree is None else [name for name in tree if name != "none"]
     for name in trees or []:
         parse_tree(name)
+        if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
+            raise BadInput(f"--tree {name}: look-ups draft chains")
     wanted.check(limit=None)
     measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
     config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)

@@ -239,13 +239,13 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_finish() -> None:
     """A full collection over all that imports made takes a tenth of a second, as long as what some tests time."""
     gc.collect()
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """By `fast_only`, cases that are not named are slow; by `slow_only`, those that are named, and the others soak."""
     for item in items:

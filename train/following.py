@@ -51,8 +51,8 @@ class Rollouts:
         if not self.rows or len(self.rows) != len(self.prompt_lengths):
             raise BadInput(f"{len(self.rows)} rollouts with {len(self.prompt_lengths)} prompt lengths")
         longest = max(map(len, self.rows))
-        if self.states is not None and not self.states.post_norm.shape[:2] >= (len(self.rows), longest):
-            shape = list(self.states.post_norm.shape)
+        shape = [] if self.states is None else list(self.states.post_norm.shape)
+        if shape and (shape[0] != len(self.rows) or shape[1] < longest):
             raise BadInput(f"states {shape} are not of {len(self.rows)} rollouts of up to {longest} tokens")
 
     def batch(self, at: slice, head: DraftHead) -> DraftBatch:
@@ -108,7 +108,7 @@ class FollowingHead:
         self.head = start_head(head_config, self.target, start)
         if self.head.adapts_target:
             raise BadInput(f"head {start}: computes with adapters on the target, whose answers would be others")
-        self.config, self.share, self.training = config, share, going_on(record.training)
+        self.config, self.share, self.training = config, share, going_on(record.training, where=f"head {start}")
         self.optimizer, self.num_steps = build_optimizer(self.head, config), 0
         self.autocast = Step(self.head, dtype=product_dtype(config)).autocast
         self.folder, self.states = Path(config.output_dir, "head"), Path(config.output_dir, "checkpoints")
@@ -134,8 +134,8 @@ class FollowingHead:
                 break
             started = time.monotonic()
             first = firsts[number % len(firsts)]
-            out = self._step(rollouts.batch(slice(first, first + size), self.head))
-            losses.append(out.loss.item())
+            before, out = self.num_steps, self._step(rollouts.batch(slice(first, first + size), self.head))
+            losses += [out.loss.item()] * (self.num_steps - before)
             if number < len(firsts):
                 counted += expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
             synchronize(self.target.device)
@@ -210,11 +210,12 @@ class FollowingHead:
         return out
 
 
-def going_on(training: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The record of a head's training, once it learns from rollouts too, whose prompts nobody records."""
+def going_on(training: dict[str, Any] | None, *, where: str) -> dict[str, Any] | None:
+    """The record of a head's training, once it learns from rollouts too, whose prompts nobody records. Raises BadInput
+    on a damaged one. Args: where: whose."""
     if training is None:
         return None
-    learnt = RecordedTraining.from_json(training).learnt
+    learnt = RecordedTraining.from_json(training, where=where).learnt
     return {**training, "prompts": None, "earlier_prompts": learnt and asdict(learnt), "validation": None}
 
 

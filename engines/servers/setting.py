@@ -14,7 +14,8 @@ from .table import SERVER_ENGINES
 
 OURS = "headstart"
 GPU = Path("/dev/nvidiactl")
-MEMORY = re.compile(r"--(?:gpu-memory-utilization|mem-fraction-static)[= ]+([\d.]+)")  # a server's share of a GPU
+MEMORY = re.compile(r"--(?:gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static)[= ]+(\d*\.?\d+)")  # share of a GPU
+KEY = re.compile(r"--(?:admin[-_])?api[-_]key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class EngineSetting:
             raise BadInput(f"{told}: goes with another engine; its name is {OURS}")
         if self.server and (self.python or self.args):
             raise BadInput("python, args: are of a server that is started; leave out server")
-        if "--api-key" in self.args:
+        if KEY.search(self.args):
             raise BadInput("args: --api-key: reports would show it; set VLLM_API_KEY and HEADSTART_API_KEY instead")
         try:
             shlex.split(self.args)

@@ -28,11 +28,12 @@ class LearntPrompts:
 
     @property
     def rows_per_recorded(self) -> float:
-        return max(1.0, self.num_rows / MOST_RECORDED)
+        return max(1.0, self.num_rows / max(MOST_RECORDED, len(self.known())))
 
     def __add__(self, other: "LearntPrompts") -> "LearntPrompts":
         """The prompts of both."""
-        return LearntPrompts("".join(sorted(self.known() | other.known())), self.num_rows + other.num_rows)
+        both, rows = self.known() | other.known(), max(self.rows_per_recorded, other.rows_per_recorded)
+        return LearntPrompts("".join(sorted(both)), round(len(both) * rows))
 
     def known(self) -> set[str]:
         """The hashes, each by itself."""

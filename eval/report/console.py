@@ -111,7 +111,7 @@ def lossless_warnings(results: Iterable[Result]) -> list[str]:
         first = next((text for text in lossless.divergences if not text.is_proved), None)
         if first is not None and first.unproved is not None:
             count = f"{lossless.unexplained} of {lossless.checked} texts are not proved to be the target's own"
-            lines.append(f"{where}: {count}, the first at token {first.unproved} behind prompt {first.prompt}")
+            lines.append(f"{where}: {count}, the first at token {first.unproved + 1} behind prompt {first.prompt}")
         if deviates(result):
             lines.append(f"{where}: sampled texts are not distributed as the target's")
     return lines

@@ -126,6 +126,7 @@ def verdict(result: ServedResult) -> str:
     advice = "" if low > 1 else off if high < 1 else ", so no difference is proved"
     wrong = result.texts.num_wrong if result.texts else 0
     advice = f", but {wrong} texts are not the target's own: do not deploy" if wrong else advice
+    advice = ", but more questions fail with drafts: do not deploy" if result.loses_answers else advice
     return f"{result.load.name}: {figures}{advice}"
 
 

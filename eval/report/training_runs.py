@@ -28,6 +28,11 @@ class TrainingRun:
         """Step and acceptance length of the best validation."""
         return max(self.taught, key=lambda point: (point[1], point[0]), default=None)
 
+    @property
+    def decoded_at_best(self) -> float | None:
+        """What decoding gave at the best validation."""
+        return dict(self.decoded).get(self.best[0]) if self.best else None
+
     def to_json(self) -> dict[str, Any]:
         """The run as `compare --json` prints it, without the settings."""
         return {
@@ -39,7 +44,7 @@ class TrainingRun:
             "best_acceptance_length": self.best[1] if self.best else None,
             "best_step": self.best[0] if self.best else None,
             "last_acceptance_length": self.taught[-1][1] if self.taught else None,
-            "decoded_acceptance_length": self.decoded[-1][1] if self.decoded else None,
+            "decoded_acceptance_length": self.decoded_at_best,
         }
 
 
@@ -49,7 +54,7 @@ def runs_table(runs: Sequence[TrainingRun]) -> Table:
     rows = []
     for run in runs:
         step, best = run.best or (None, None)
-        decoded = dict(run.decoded).get(step)  # of the validation whose figure stands beside it
+        decoded = run.decoded_at_best
         (steps, loss), speed = run.losses[-1], cell(round(run.tokens_per_second))
         rows.append([run.name, cell(steps), number(loss), speed, number(best), cell(step), number(decoded)])
     return Table("", columns, rows)

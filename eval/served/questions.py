@@ -27,6 +27,7 @@ class Question:
     path: str
     body: Mapping[str, Any]
     ids: list[int] | None
+    is_plain_text: bool = False  # a row of `prompt`, which no chat template is put around
 
 
 def origins_of(questions: Sequence[Question]) -> list[str]:
@@ -86,9 +87,9 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
     if not is_chat(row):
         if chat != DEFAULT_CHAT:
             raise BadInput(f"{origin}: {NEEDS_CHAT}")
-        known = tokenizer is not None or row.get("input_ids") is not None
-        ids = prompt_ids(row, tokenizer, origin=origin) if known else None
-        return Question(origin, PLAIN, {"prompt": ids or plain_prompt(row, origin), **passed}, ids)
+        is_text = row.get("input_ids") is None
+        ids = None if tokenizer is None and is_text else prompt_ids(row, tokenizer, origin=origin)
+        return Question(origin, PLAIN, {"prompt": ids or plain_prompt(row, origin), **passed}, ids, is_text)
     row = chat.of_row(dict(row))
     tools, ids = tools_in(row, origin), None
     if has_parts(row):  # images and other parts: as they are

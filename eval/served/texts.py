@@ -11,6 +11,7 @@ from .figures import Record
 from .questions import Question
 
 OTHER = 0.25  # share of texts without drafts that rounding may leave unproved, at most
+FEWEST_HELD = 4  # of them, of which that can be said
 MOST_PROVED = 40  # texts that differ, held against our forward; each takes a forward over its whole length
 Told = tuple[list[int] | None, str]  # a text as its ids, where the server gives them, and as characters
 
@@ -100,5 +101,5 @@ def check_texts(
             return [0 if target is None else first_not_own(target, prompt, ours, baseline=theirs)]
 
         whole += compare_texts([theirs], [ours], prove, numbers=[number])
-    is_other = num_other > OTHER * num_held
+    is_other = num_held >= FEWEST_HELD and num_other > OTHER * num_held
     return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)

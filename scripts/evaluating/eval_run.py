@@ -74,6 +74,7 @@ class WantedSuites:
 
     def check(self, *, limit: int | None) -> None:
         """Raises BadInput on files that cannot be read, before a target is loaded, which may take minutes."""
+        distinct_names([file_names(path) for path in self.prompts])
         for path in self.prompts:
             check_rows(file_rows(path), limit=limit)
         for spec in self.named:

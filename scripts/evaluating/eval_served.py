@@ -24,7 +24,7 @@ from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.figures import Slo
 from ...eval.served.load import Load
 from ...eval.served.measure import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
-from ...eval.served.questions import PLAIN, Questions
+from ...eval.served.questions import Questions
 from ...eval.served.result import WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
@@ -249,7 +249,7 @@ def questions_in(asked: WantedMeasurement) -> Questions:
     """Raises BadInput."""
     tokenizer = tokenizer_of(asked.target)
     questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
-    if getattr(tokenizer, "chat_template", None) and any(one.path == PLAIN for one in questions.asked):
+    if getattr(tokenizer, "chat_template", None) and any(one.is_plain_text for one in questions.asked):
         warn(
             "rows of `prompt` are continued as plain text; for answers as in a chat, give `messages` or `turns`, which "
             "go through the server's chat template"

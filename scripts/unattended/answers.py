@@ -154,7 +154,7 @@ def answer(run: AutoRun, server: TargetServer) -> AnswerCounts:
 
 def asks_again(run: AutoRun, number: int) -> bool:
     """Whether prompts that have `number` answers are answered once more."""
-    if run.left_until(run.journal.answers_until) < LEAST_STARTS * run.machine.start_seconds:
+    if run.left_until(run.journal.answers_until) < LEAST_STARTS * run.machine.begin_seconds:
         return False
     step_seconds = statistics.median(candidate.step_seconds for candidate in run.machine.able)
     num_read = run.clock.left / step_seconds * BATCH_SIZE  # rows

@@ -175,10 +175,9 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     said = sentences(results)
     honest = [one for one in results if one.is_right and not one.is_flattered]
     paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
-    cautions = [f"{line}." for line in served_cautions(results)]
     if not paying:
-        return Decision(False, NO_GAIN, said, cautions), None
-    best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
+        return Decision(False, NO_GAIN, said, [f"{line}." for line in served_cautions(results)]), None
+    best, cautions = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0), list[str]()
     same = [one for one in results if one.drafter == best.drafter]
     if slower := [one.load.name for one in same if (one.speedup_ci95[1] or 1.0) < 1]:
         cautions.append(f"Slower at {', '.join(slower)}: leave drafts off there.")
@@ -189,6 +188,7 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     if len(results) > 1:
         low = lower_end_among(best, len(results))
         cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")
+    cautions += [f"{line}." for line in served_cautions(same)]
     title, (name, _, length) = SERVER_ENGINES[best.engine].title, best.drafter.rpartition(" at K ")
     decision = Decision(
         deploy=True,

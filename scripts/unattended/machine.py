@@ -101,8 +101,9 @@ def measure(run: AutoRun, server: TargetServer) -> Machine:
         loading.append(round(time.monotonic() - began, 1))
         return target
 
-    machine = server.reading(lambda target: measure_machine(run, target, workload(run, target)), load)
-    machine = replace(machine, load_seconds=sum(loading[-1:]))
+    machine = server.reading(
+        lambda target: measure_machine(run, target, workload(run, target), sum(loading[-1:])), load
+    )
     if not machine.able:
         server.close()  # nothing is asked of it
     return machine
@@ -121,7 +122,7 @@ def workload(run: AutoRun, target: Target) -> TimedWorkload:
     return TimedWorkload(run.settings.batch_size, context, text, max_new_tokens, run.settings.draft_window)
 
 
-def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machine:
+def measure_machine(run: AutoRun, target: Target, work: TimedWorkload, load_seconds: float) -> Machine:
     """Measures the baseline and the candidates in their order, as many as there is time for, and one that may pay."""
     until = run.clock.used + MACHINE * run.settings.budget
     try:
@@ -160,6 +161,7 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload) -> Machin
         start_seconds=round(start_seconds(run.check_stop), 1),
         start_tokens=num_fitted(target.hidden_size),
         candidates=measured,
+        load_seconds=load_seconds,
         prefill_ms=round(prefill_ms, 3),
     )
 

@@ -138,10 +138,11 @@ def learn(run: AutoRun, server: TargetServer) -> Trained:
         trained = head_in(output, "final", "best")
         if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):
             head, score = trained, score if last.problem else last
-        if last.problem:
-            run.say(f"warning: the last training: {last.problem}; the best head so far is taken")
+        taken = "its last checkpoint" if head == trained else "the best head of the rungs"
+        if head and last.problem:
+            run.say(f"warning: the last training: {last.problem}; {taken} is taken")
         elif head != trained:
-            run.say("the last training did not make it better: the best head of the rungs is taken")
+            run.say(f"the last training did not make it better: {taken} is taken")
     server.close()
     if not head:
         raise BadInput(f"{chosen.name} was not trained in time: see {run.folder / 'logs'}, or give a larger --budget")

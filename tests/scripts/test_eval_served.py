@@ -144,8 +144,11 @@ def test_k_by_batch_size_is_what_was_proved_at_each_load():
             num_draft_tokens=k,
             load=Load(size),
             order="ABBA" * 2,
+            num_questions=12,
             speedup=speedup,
+            speedup_ci95=(0.95 * speedup if pays else 0.5 * speedup, 1.1 * speedup),
             pays=pays,
+            is_right=True,
         )
         for (name, k), by_load in table.items()
         for size, (speedup, pays) in by_load.items()

@@ -43,7 +43,7 @@ CASES = [
     (f"{PLAN} --prompts good.jsonl", "give one of --head and --drafter"),
     (f"{PLAN} --drafter ngrm --prompts good.jsonl", "drafter 'ngrm': expected one of"),
     (f"{PLAN} --drafter ngram --tree bush:4 --prompts good.jsonl", "--tree bush:4: expected dynamic:NODES"),
-    (f"{PLAN} --drafter ngram --tree dynamic:4 --prompts good.jsonl", "--tree dynamic: not with NgramDrafter"),
+    (f"{PLAN} --drafter ngram --tree dynamic:4 --prompts good.jsonl", "--tree dynamic:4: look-ups draft chains"),
     (f"{PLAN} --drafter ngram --prompts gone.jsonl", "gone.jsonl"),
     (f"{PLAN} --drafter ngram --prompts broken.jsonl", "broken.jsonl:2"),
     (f"{PLAN} --head gone --prompts good.jsonl", "gone"),

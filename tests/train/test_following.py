@@ -210,7 +210,7 @@ def test_rollouts_without_a_position_to_learn_move_nothing(start, config, target
     head = FollowingHead(target, config(), share=None)
     head.follow(rolled(target)[0])  # momentum is there
     before = {name: tensor.clone() for name, tensor in head.head.state_dict().items()}
-    head.follow(Rollouts([[1, 5, 9, 2], [1, 7, 2]], [3, 2]))
+    assert head.follow(Rollouts([[1, 5, 9, 2], [1, 7, 2]], [3, 2])).steps == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in head.head.state_dict().items())
 
 

@@ -132,9 +132,10 @@ def test_where_the_server_computes_otherwise_no_text_is_called_wrong(is_other, m
     """Packed weights, a schema: then the texts without drafts are not the target's own either."""
     own = lambda target, prompt, new, **how: 1 if is_other or new == [4, 6] else None  # noqa: E731
     monkeypatch.setattr(texts, "first_not_own", own)
-    plain, drafted = ({"texts": {"0": [[ids, "x"]]}} for ids in ([4, 5], [4, 6]))
-    found = texts.check_texts(QUESTIONS, [plain], [drafted], {0: [9]}, lambda: cast(Any, "a target"))
-    assert (found.num_wrong, found.not_proved, found.is_other) == ((0, 1, True) if is_other else (1, 0, False))
+    plain, drafted = ({"texts": {str(i): [[ids, "x"]] for i in range(4)}} for ids in ([4, 5], [4, 6]))
+    prompts = dict.fromkeys(range(4), [9])
+    found = texts.check_texts(QUESTIONS, [plain], [drafted], prompts, lambda: cast(Any, "a target"))
+    assert (found.num_wrong, found.not_proved, found.is_other) == ((0, 4, True) if is_other else (4, 0, False))
 
 
 def test_servers_that_differ_by_more_than_drafts_are_doubted(tmp_path):

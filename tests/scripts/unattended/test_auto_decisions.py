@@ -64,7 +64,9 @@ def test_times_read_as_clocks():
 @pytest.mark.parametrize(("share", "is_said"), [(0.35, True), (0.02, False), (None, False)])
 def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_said, monkeypatch):
     stubs = {
-        "timed_cell": lambda *_: SimpleNamespace(run=lambda: None, baseline=SimpleNamespace(round_ms=9.0)),
+        "timed_cell": lambda *_: SimpleNamespace(
+            run=lambda: None, baseline=SimpleNamespace(round_ms=9.0, prefill_ms=0.0)
+        ),
         "load_skeleton": lambda _: None,
         "find_candidates": lambda _: [SimpleNamespace(name="eagle3")],
         "measure_candidate": lambda *_, **__: Measured("eagle3", bound=2.0),
@@ -374,7 +376,7 @@ def test_too_few_prompts_are_refused(tmp_path):
 )
 def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than_six_times(number, used, again):
     """In 1,000 s, at 8 rows a second, 1,000 answers are read eight times, 2,000 four times."""
-    machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], start_seconds=5.0)
+    machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], begin_seconds=5.0)
     journal, clock = SimpleNamespace(split=Split(32, 1000, 0, 100), answers_until=300.0), SimpleNamespace(left=1000.0)
     run = run_of(machine=machine, journal=journal, clock=clock, left_until=lambda second: second - used)
     assert asks_again(run, number) == again
