@@ -120,8 +120,6 @@ def plan(
         parse_tree(name)
         if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
             raise BadInput(f"--tree {name}: look-ups draft chains")
-        if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
-            raise BadInput(f"--tree {name}: look-ups draft chains")
     wanted.check(limit=None)
     measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
     config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)

@@ -179,13 +179,8 @@ def learnt_text(share: float | None) -> str:
     """Says that this share of the prompts were prompts of the head's training; empty if none were, or it is unknown."""
     if not share:
         return ""
-    words = (
-        "fewer than 0.1%"
-        if share < 0.0005
-        else f"{share:.1%}"
-        if share < 0.1 or 0.99 < share < 0.9995
-        else f"{share:.0%}"
-    )
+    is_fine = share < 0.1 or 0.99 < share < 0.9995  # a whole percentage would say none, or all
+    words = "fewer than 0.1%" if share < 0.0005 else f"{share:.1%}" if is_fine else f"{share:.0%}"
     return f"{words} of the prompts are prompts that the head was trained on"
 
 

@@ -79,7 +79,7 @@ def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_sai
     settings, clock = SimpleNamespace(engine=EngineSetting(name="vllm"), budget=100.0), SimpleNamespace(used=0.0)
     run = run_of(settings=settings, clock=clock, say=said.append, check_stop=lambda: None)
     target = SimpleNamespace(name="T", dtype=torch.float32, device="cpu", hidden_size=8)
-    machine.measure_machine(run, target, SimpleNamespace(batch_size=1))  # type: ignore[arg-type]
+    machine.measure_machine(run, target, SimpleNamespace(batch_size=1), 0.0)  # type: ignore[arg-type]
     assert [line for line in said if "35% of the processor" in line] == said[1:] and (len(said) == 2) == is_said
 
 
