@@ -1,6 +1,7 @@
 """The decisions of `headstart refit`, from figures alone: what is held out, and what is offered."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from headstart.scripts.unattended.training import LEAST_STEPS, Pace
 
 SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
 
-NAMED = {"target": "my model", "prompts": "run/data/held_out.jsonl", "engine": "vllm"}  # for commands
+NAMED: dict[str, Any] = {"target": "my model", "prompts": "run/data/held_out.jsonl", "engine": "vllm"}  # for commands
 
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
