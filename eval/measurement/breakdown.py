@@ -138,9 +138,11 @@ def learnt_share(training: RecordedTraining | None, suite: Suite, target: Target
     """The share of first prompts that are prompts of the head's training rows, or of those of the heads that it started
     from, estimated where only some of these were recorded; None if none were."""
     recorded = [] if training is None else [part for part in (training.prompts, training.earlier_prompts) if part]
+    if not recorded:
+        return None
     pairs = zip(suite.prompts, suite.sources, strict=True)
     asked = [prompt_hash(target.tokenizer.decode(prompt)) for prompt, source in pairs if source.turn == 1]
-    if not recorded or not asked:
+    if not asked:
         return None
     shares = [num_known(part, asked) / len(asked) * part.rows_per_recorded for part in recorded]
     return rounded(min(1.0, max(shares)))
