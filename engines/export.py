@@ -16,12 +16,12 @@ from ..targets.caches.ring_cache import DraftWindow
 from ..targets.loading import TargetConfig, read_model_config, torch_dtype
 from ..targets.weights.stored import fingerprint_of_stored, stored_tensors
 from .families.table import SERVINGS
-from .layouts.serving import Engine, HeadFolder
+from .layouts.serving import EngineSupport, HeadFolder
 from .llamacpp import LLAMACPP, Conversion, check_servable
 from .sglang import SGLANG, window_flags
 from .vllm import VLLM, switching_word
 
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, EngineSupport] = {
     "vllm": VLLM,
     "sglang": SGLANG,
     "llama.cpp": LLAMACPP,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import BadInput
-from .layouts.serving import Engine, HeadFolder
+from .layouts.serving import EngineSupport, HeadFolder
 from .layouts.writing import target_folder
 
 SPEC_TYPES = {
@@ -23,7 +23,7 @@ SPEC_TYPES = {
     "dflash": "draft-dflash",
     "dspark": "draft-dspark",
 }
-LLAMACPP = Engine(SPEC_TYPES, layouts=("llama.cpp",))
+LLAMACPP = EngineSupport(SPEC_TYPES, layouts=("llama.cpp",))
 # ways of drafting that read inputs of the target's layers, and the kinds of target (model_type) whose graphs output
 # these; with any other, llama-server aborts
 READS_FEATURES = ("eagle3", "dflash", "dspark")

@@ -3,7 +3,7 @@
 from shlex import quote
 
 from ..targets.caches.ring_cache import DraftWindow
-from .layouts.serving import Engine, HeadFolder
+from .layouts.serving import EngineSupport, HeadFolder
 
 ALGORITHMS = {
     "eagle": "EAGLE",
@@ -59,4 +59,4 @@ def command(head: HeadFolder, folder: str, *, target: str, to: str) -> str:
     return f"python -m sglang.launch_server --model-path {quote(model)} {told}{windowed}"
 
 
-SGLANG = Engine(ALGORITHMS, command)
+SGLANG = EngineSupport(ALGORITHMS, command)

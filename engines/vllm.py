@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from .layouts.serving import Engine, HeadFolder
+from .layouts.serving import EngineSupport, HeadFolder
 
 METHODS = {
     "medusa": "medusa",  # up to 0.32
@@ -35,7 +35,7 @@ def command(head: HeadFolder, folder: str, *, target: str, to: str) -> str:
 
 
 # its runner for CPUs has no DSpark, whose heads become DFlash's
-VLLM = Engine(
+VLLM = EngineSupport(
     METHODS, command, layouts=("plain", "speculators"), keys_on_cpu={"markov_rank": 0, "sample_from_anchor": False}
 )
 

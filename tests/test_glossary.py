@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("configs", "heads", "eval", "data_pipelines", "train", "scripts", "benchmarks", "examples")
+FOLDERS = "base configs targets heads engines eval data_pipelines train scripts benchmarks examples".split()
 SOURCES = {path: path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
 
 

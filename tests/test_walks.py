@@ -46,7 +46,7 @@ ENGINE = '''"""Toy: what it calls the ways of drafting, and what it is told of a
 
 from shlex import quote
 
-from .layouts.serving import Engine, HeadFolder
+from .layouts.serving import EngineSupport, HeadFolder
 
 NAMES = {"eagle3": "extrapolate", "draft_lm": "small"}
 
@@ -56,7 +56,7 @@ def command(head: HeadFolder, folder: str, *, target: str, to: str) -> str:
     return f"toy {quote(target)} --draft {NAMES[head.method]}:{quote(folder)} -k {head.num_drafted}"
 
 
-TOY = Engine(NAMES, command, reads="vllm")
+TOY = EngineSupport(NAMES, command, reads="vllm")
 '''
 
 

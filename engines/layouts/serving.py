@@ -1,5 +1,5 @@
 """What an export is made of, `HeadFolder`; what a family says of the folders that engines load, `Serving`; and what an
-engine is told of a head, `Engine`."""
+engine is told of a head, `EngineSupport`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ class HeadFolder:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSupport:
     """A serving engine. Each has a file in engines/, and a line in `export.ENGINES`."""
 
     names: Mapping[str, str]  # the engine's own name for each way of drafting (`HeadFolder.method`) that it has

@@ -40,7 +40,7 @@ class Arrived:
         return self.seconds[-1]
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """The server's answer is not one. status: of HTTP; 0: the connection failed or nothing came in time. rest: the
     seconds for which it asks to be left alone (Retry-After)."""
 
@@ -69,7 +69,7 @@ class Incoming(asyncio.Protocol):
 
 
 async def ask(address: Address, path: str, body: Mapping[str, Any], *, patience: float) -> Arrived:
-    """One question. Args: patience: seconds without a byte after which it has failed. Raises: Refused."""
+    """One question. Args: patience: seconds without a byte after which it has failed. Raises: RequestError."""
     parts = address.parts
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
@@ -78,7 +78,7 @@ async def ask(address: Address, path: str, body: Mapping[str, Any], *, patience:
         connecting = loop.create_connection(Incoming, parts.hostname or "", port, ssl=secure)
         transport, incoming = await asyncio.wait_for(connecting, patience)
     except (OSError, TimeoutError) as error:
-        raise Refused(0, f"{address.url}: cannot be reached: {first_line(error)}") from error
+        raise RequestError(0, f"{address.url}: cannot be reached: {first_line(error)}") from error
     lines = [f"POST {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
     lines += ["Connection: close", f"Content-Length: {len(sent)}"]
     lines += [f"{name}: {value}" for name, value in address.headers().items()]
@@ -89,18 +89,18 @@ async def ask(address: Address, path: str, body: Mapping[str, Any], *, patience:
             num = len(incoming.pieces)
             await asyncio.wait({incoming.closed}, timeout=patience)
             if not incoming.closed.done() and len(incoming.pieces) == num:
-                raise Refused(0, f"{address.url}: no answer within {patience:g} s")
+                raise RequestError(0, f"{address.url}: no answer within {patience:g} s")
     finally:
         transport.abort()
     return read(address, incoming, start)
 
 
 def read(address: Address, incoming: Incoming, start: float) -> Arrived:
-    """The answer in what came. Raises: Refused."""
+    """The answer in what came. Raises: RequestError."""
     raw = b"".join(incoming.pieces)
     head, gap, _ = raw.partition(b"\r\n\r\n")
     if not gap:
-        raise Refused(0, f"{address.url}: connection lost")
+        raise RequestError(0, f"{address.url}: connection lost")
     status_line, *lines = head.decode(errors="replace").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     status = int(status_line.split()[1])
@@ -109,7 +109,7 @@ def read(address: Address, incoming: Incoming, start: float) -> Arrived:
     if status != 200:
         told = address.hide(b"".join(data for _, data in pieces).decode(errors="replace")) or "(no text)"
         rest = headers.get("retry-after", "")
-        raise Refused(status, f"{address.url}: {status}: {told}", rest=float(rest) if rest.isdigit() else None)
+        raise RequestError(status, f"{address.url}: {status}: {told}", rest=float(rest) if rest.isdigit() else None)
     answer, is_ended = Arrived(), False
     for end, line in events(pieces, whole=len(raw)):
         if line == b"[DONE]":
@@ -117,10 +117,12 @@ def read(address: Address, incoming: Incoming, start: float) -> Arrived:
             break
         note(answer, address, line, incoming.times[bisect_left(incoming.ends, end)] - start)
     if not answer.seconds or not (is_ended or answer.finish):
-        raise Refused(0, f"{address.url}: connection lost in the middle of an answer")
+        raise RequestError(0, f"{address.url}: connection lost in the middle of an answer")
     answer.num_tokens = len(answer.ids) if answer.ids else answer.num_tokens
     if not answer.num_tokens:  # a part may be several tokens
-        raise Refused(400, f"{address.url}: tells neither ids nor usage with its answers, so tokens cannot be counted")
+        raise RequestError(
+            400, f"{address.url}: tells neither ids nor usage with its answers, so tokens cannot be counted"
+        )
     return answer
 
 
@@ -147,13 +149,13 @@ def events(pieces: list[tuple[int, bytes]], *, whole: int) -> Iterator[tuple[int
 
 
 def note(answer: Arrived, address: Address, data: bytes, seconds: float) -> None:
-    """Add a part to the answer. Raises: Refused, where it says that the server failed."""
+    """Add a part to the answer. Raises: RequestError, where it says that the server failed."""
     try:
         part = json.loads(data)
     except ValueError:
-        raise Refused(0, f"{address.url}: a part that is no JSON: {data[:60]!r}") from None
+        raise RequestError(0, f"{address.url}: a part that is no JSON: {data[:60]!r}") from None
     if part.get("error"):
-        raise Refused(500, f"{address.url}: {address.hide(str(part['error']))}")
+        raise RequestError(500, f"{address.url}: {address.hide(str(part['error']))}")
     usage = part.get("usage") or {}
     answer.num_tokens = int(usage.get("completion_tokens") or answer.num_tokens)
     answer.prompt_ids = part.get("prompt_token_ids") or answer.prompt_ids

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...engines.servers.address import OF_A_KEY, STOPPING, Address, may_pass
-from ...engines.servers.asking import Arrived, Refused, ask
+from ...engines.servers.asking import Arrived, RequestError, ask
 from .questions import Question
 
 NUM_ATTEMPTS = 3
@@ -98,7 +98,7 @@ class Asker:
                 if asked.num_attempts > 1:
                     asked.answer.seconds = [waited + seconds for seconds in asked.answer.seconds]
                 return
-            except Refused as error:
+            except RequestError as error:
                 if (gone := self.is_gone()) is not None:
                     raise BadInput(gone) from error
                 if error.status in STOPPING:

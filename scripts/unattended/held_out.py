@@ -129,7 +129,7 @@ NEW, OLD = "new", "old"  # traffic and replay
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowSplits:
     """The rows of one side: of the new traffic, or the old rows."""
 
     held_out: list[ServedChat]  # never trained on, nor is any row with the same first question
@@ -137,7 +137,7 @@ class Parts:
     rest: list[ServedChat]
 
 
-def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> tuple[Parts, Parts]:
+def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> tuple[RowSplits, RowSplits]:
     """Splits new traffic and old rows by conversation; what one side holds out is not in the other's rest.
 
     Raises: BadInput if one has too few conversations; there may be no old rows at all.
@@ -149,14 +149,14 @@ def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed:
 
     of_new, of_old = chosen("--traffic", new), chosen("--replay", old) if old else set[str]()
 
-    def parts(rows: Sequence[ServedChat], held_out: set[str]) -> Parts:
+    def splits(rows: Sequence[ServedChat], held_out: set[str]) -> RowSplits:
         shuffled = list(rows)
         random.Random(seed).shuffle(shuffled)
         rest = [row for row in shuffled if row.question not in of_new | of_old]
         count = min(len(rest) // 5, MOST_VALIDATION)
-        return Parts([row for row in shuffled if row.question in held_out], rest[:count], rest[count:])
+        return RowSplits([row for row in shuffled if row.question in held_out], rest[:count], rest[count:])
 
-    return parts(new, of_new), parts(old, of_old)
+    return splits(new, of_new), splits(old, of_old)
 
 
 def mixed(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed: int) -> list[ServedChat]:

@@ -19,7 +19,7 @@ from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
 from ...eval.served.result import ServedResult, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
-from .running.journal import Decision, Serving
+from .running.journal import Decision, ServerTrial
 from .running.session import Session, Settings
 
 TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
@@ -54,24 +54,24 @@ def why_not(settings: Settings) -> str:
     return ""
 
 
-def try_server(run: Session[Any, Any], *, most: int) -> Serving:
+def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
     """Starts the engine's server, with look-ups and without, and asks it a little.
 
     Args: most: tokens of an answer, when heads are measured. Raises: SystemExit after a signal to stop."""
     if problem := why_not(run.settings):
         run.say(f"{problem}: decided by our own engine")
-        return Serving(problem)
+        return ServerTrial(problem)
     title, started = SERVER_ENGINES[run.settings.engine.name].title, run.clock.used
     asked = ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
     what = f"trying {title}'s server"
     report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
     if problem:
-        return Serving(problem)
+        return ServerTrial(problem)
     results = read_served(Path(report)).results
     sides = [side for one in results for side in (one.baseline, one.drafted)]
     asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
-    serving = Serving(
+    serving = ServerTrial(
         start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
         tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
     )
@@ -83,13 +83,13 @@ def try_server(run: Session[Any, Any], *, most: int) -> Serving:
     return replace(serving, problem=late)
 
 
-def served_rate(serving: Serving) -> float:
+def served_rate(serving: ServerTrial) -> float:
     """Tokens per second of the server at the load where it has most."""
     return max(*serving.tokens_per_second, 1e-3)
 
 
 def measure_in_server(
-    run: Session[Any, Any], serving: Serving, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
+    run: Session[Any, Any], serving: ServerTrial, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
 ) -> str:
     """The path of report.json; empty where it failed, which the journal then says.
 
@@ -132,7 +132,7 @@ def served_report(
     return "", problem
 
 
-def server_of(run: Session[Any, Any]) -> Serving | None:
+def server_of(run: Session[Any, Any]) -> ServerTrial | None:
     """The engine's server, as tried; None: our own engine measures."""
     serving = run.journal.serving
     return None if serving is None or serving.problem else serving
@@ -143,7 +143,7 @@ def starts(run: Session[Any, Any], *, repeats: int) -> int:
     return 2 if run.settings.engine.has_room_for_two else 2 * repeats + 1
 
 
-def served_seconds(run: Session[Any, Any], serving: Serving, *, num_prompts: int, most: int) -> float:
+def served_seconds(run: Session[Any, Any], serving: ServerTrial, *, num_prompts: int, most: int) -> float:
     """Estimated seconds of a measurement of one drafter in the server. Args: most: tokens of an answer."""
     seconds = starts(run, repeats=REPEATS) * serving.start_seconds
     for size, speed in zip(run.settings.concurrency, serving.tokens_per_second, strict=True):
@@ -153,7 +153,7 @@ def served_seconds(run: Session[Any, Any], serving: Serving, *, num_prompts: int
 
 
 def plan_served(
-    run: Session[Any, Any], serving: Serving, *, num_drafters: int, most: int, held_out: int, seconds: float
+    run: Session[Any, Any], serving: ServerTrial, *, num_drafters: int, most: int, held_out: int, seconds: float
 ) -> ServedPlan:
     """The measurement there is time for: of fewer prompts, and if need be of one drafter; LEAST_TIMED prompts at least.
 
@@ -202,7 +202,7 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     return decision, best
 
 
-def without_server(decision: Decision, serving: Serving | None, engine: str) -> Decision:
+def without_server(decision: Decision, serving: ServerTrial | None, engine: str) -> Decision:
     """A decision by our own engine for another one, which says so first among its cautions."""
     why = "" if serving is None else f", since {serving.problem}"
     caution = f"Decided by our own engine{why}: in {engine} the figures will differ."

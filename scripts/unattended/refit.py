@@ -25,11 +25,11 @@ from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
 from .candidates import TRAINING, find_candidates
 from .comparing import as_samples, compare_by_domain, decide_between, draft_rows
-from .held_out import NEW, OLD, Parts, mixed, split_traffic
+from .held_out import NEW, OLD, RowSplits, mixed, split_traffic
 from .in_server import ServedPlan, measure_in_server, plan_served, server_of, try_server, without_server
 from .machine import measure_step
 from .running.clock import EVALUATION, TRAINED
-from .running.journal import Compared, Decision, Found, RefitJournal, Serving, TrainingPlan, known
+from .running.journal import Compared, Decision, Found, RefitJournal, ServerTrial, TrainingPlan, known
 from .running.session import RefitSettings, Session, Stage
 from .running.steps import start_seconds
 from .target_server import TargetServer
@@ -68,7 +68,7 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         return self.old_traffic.rows
 
     @cached_property
-    def sides(self) -> tuple[Parts, Parts]:
+    def sides(self) -> tuple[RowSplits, RowSplits]:
         """The new rows and the old ones, split; the same in every start."""
         return split_traffic(self.traffic.rows, self.replay, seed=self.settings.seed)
 
@@ -279,7 +279,7 @@ def compare_heads(run: RefitRun, target: Target) -> list[Compared]:
     return compared
 
 
-def served_plan(run: RefitRun, serving: Serving, *, seconds: float) -> ServedPlan:
+def served_plan(run: RefitRun, serving: ServerTrial, *, seconds: float) -> ServedPlan:
     """The measurement of both heads in the server that there is time for."""
     held_out = known(run.journal.found).held_out_new
     return plan_served(run, serving, num_drafters=1, most=SERVED_TOKENS, held_out=held_out, seconds=seconds)

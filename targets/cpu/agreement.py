@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.rotary import Tables
-from .parts import Parts
+from .parts import LayerParts
 
 NUM_TOKENS = 24  # of the text on which layers are compared
 # how far states may be apart by rounding: a share of what a layer adds, and a step of bf16 of the whole state; that far
@@ -43,8 +43,8 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Place:
-    """How one layer differs from the others."""
+class LayerAttention:
+    """How the attention of one layer differs from the others'."""
 
     scale: float  # of its scores
     window: int = 0  # tokens that it sees, the query's own included; 0: all
@@ -125,7 +125,7 @@ def kept_states(layers: Sequence[nn.Module]) -> Iterator[Layerwise]:
             handle.remove()
 
 
-def arithmetics(parts: Sequence[Parts], config: Any) -> Iterator[Arithmetic]:
+def arithmetics(parts: Sequence[LayerParts], config: Any) -> Iterator[Arithmetic]:
     """The arithmetics that may be the model's, the likeliest first; none if its norms or its activation are of another
     kind."""
     first = parts[0]

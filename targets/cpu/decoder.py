@@ -22,8 +22,8 @@ from . import structs
 from .agreement import (
     NUM_TOKENS,
     Arithmetic,
+    LayerAttention,
     Layerwise,
-    Place,
     Ropes,
     arithmetics,
     computes_so,
@@ -33,7 +33,7 @@ from .agreement import (
 from .build import kernels, multiplies_bf16
 from .joined_decoder import DecoderOutput, has_plain_products
 from .layer_weights import LayerWeights
-from .parts import CONVOLUTIONS, Parts, parts_of
+from .parts import CONVOLUTIONS, LayerParts, parts_of
 from .products import BLOCK, blocked, is_multiplied, multiply, multiply_argmax, usable_kernels
 
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # rotary embeddings whose angles do not depend on text length
@@ -54,24 +54,30 @@ class Choice(NamedTuple):
 class CpuLayers:
     """Decoder layers with their weights copied into the kernels' memory layout."""
 
-    def __init__(self, layers: Sequence[nn.Module], parts: Sequence[Parts], how: Arithmetic, places: Sequence[Place]):
-        """Args: layers: alike except for the input size of the first one's attention. parts, places: by layer."""
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        parts: Sequence[LayerParts],
+        how: Arithmetic,
+        attentions: Sequence[LayerAttention],
+    ):
+        """Args: layers: alike except for the input size of the first one's attention. parts, attentions: by layer."""
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_size = parts[0].sizes
         conv = getattr(layers[0], CONVOLUTIONS[0], None)
         self.num_groups = 0 if conv is None else conv.kernel_projection.out_features // conv.base_kernel[..., 0].numel()
         self.read_size = parts[0].inputs[0].in_features
         self.weights = [part.weights(layer) for part, layer in zip(parts, layers, strict=True)]
         self.layers = (structs.Layer * len(layers))()
-        self.set_arithmetic(how, places)
+        self.set_arithmetic(how, attentions)
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
                 setattr(layer, name, None if weight is None else weight.data_ptr())
 
-    def set_arithmetic(self, how: Arithmetic, places: Sequence[Place]) -> None:
+    def set_arithmetic(self, how: Arithmetic, attentions: Sequence[LayerAttention]) -> None:
         """Compute so from now on."""
-        self.how, self.places = how, places
-        for layer, place in zip(self.layers, places, strict=True):
-            layer.window, layer.rope, layer.scale = place.window, place.rope, place.scale
+        self.how, self.attentions = how, attentions
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            layer.window, layer.rope, layer.scale = attention.window, attention.rope, attention.scale
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], config: Any) -> "CpuLayers | None":
@@ -81,8 +87,8 @@ class CpuLayers:
             return None
         if not all(has_plain_products(layer, torch.bfloat16) for layer in layers):
             return None
-        places = [Place(part.attention.head_dim**-0.5) for part in parts]
-        return cls(layers, parts, Arithmetic(config.rms_norm_eps), places)
+        attentions = [LayerAttention(part.attention.head_dim**-0.5) for part in parts]
+        return cls(layers, parts, Arithmetic(config.rms_norm_eps), attentions)
 
     def is_for(self, x: Tensor) -> bool:
         """Whether to use the kernels for x [B, Q, D]: few enough tokens, and no gradients."""
@@ -200,7 +206,7 @@ class CpuLayers:
         )
 
 
-def parts_of_all(layers: Sequence[Any]) -> list[Parts] | None:
+def parts_of_all(layers: Sequence[Any]) -> list[LayerParts] | None:
     """The parts of these layers if the kernels are available and support them: of the same sizes, in bf16."""
     parts = [parts_of(layer) for layer in layers]
     known = [part for part in parts if part is not None and part.is_multiplied]
@@ -260,17 +266,18 @@ class CpuDecoder:
         except Exception:  # of unknown code
             return None
         scale = input_scale(target, texts[0])
-        places = [
-            Place(part.attention.scaling, target.window_of(i) or 0, ropes.of(types[i])) for i, part in enumerate(parts)
+        attentions = [
+            LayerAttention(part.attention.scaling, target.window_of(i) or 0, ropes.of(types[i]))
+            for i, part in enumerate(parts)
         ]
         built, chosen = None, None
         for how in arithmetics(parts, target.config) if scale is not None else ():
-            built = built or CpuLayers(layers, parts, how, places)
-            found = agreeing(built, how, places, ropes, texts)
+            built = built or CpuLayers(layers, parts, how, attentions)
+            found = agreeing(built, how, attentions, ropes, texts)
             chosen = found if chosen is None or (found is not None and found.off < chosen.off) else chosen
         if scale is None or built is None or chosen is None or not computes_so(target.final_norm, chosen.how):
             return None
-        built.set_arithmetic(chosen.how, chosen.places)
+        built.set_arithmetic(chosen.how, chosen.attentions)
         return cls(target, built, ropes, input_scale=scale)
 
     def read(
@@ -327,21 +334,21 @@ class Agreement(NamedTuple):
     """How layers compute, so that they give what the model's own give, and how far off they are by rounding."""
 
     how: Arithmetic
-    places: list[Place]
+    attentions: list[LayerAttention]
     off: float
 
 
 def agreeing(
-    layers: CpuLayers, how: Arithmetic, places: Sequence[Place], ropes: Ropes, texts: Sequence[Layerwise]
+    layers: CpuLayers, how: Arithmetic, attentions: Sequence[LayerAttention], ropes: Ropes, texts: Sequence[Layerwise]
 ) -> Agreement | None:
     """None if a layer, computed so, does not give what the model's own gives. One that may use rotary tables may do
     without."""
     found, total = [], 0.0
-    for i, place in enumerate(places):
-        tried: list[tuple[float, Place]] = []
-        for rope in dict.fromkeys((place.rope, -1)):
-            chosen = replace(place, rope=rope)
-            layers.set_arithmetic(how, [*found, chosen, *places[i + 1 :]])
+    for i, attention in enumerate(attentions):
+        tried: list[tuple[float, LayerAttention]] = []
+        for rope in dict.fromkeys((attention.rope, -1)):
+            chosen = replace(attention, rope=rope)
+            layers.set_arithmetic(how, [*found, chosen, *attentions[i + 1 :]])
             tried.append((max(distance(layer_output(layers, i, ropes, seen), seen, i) for seen in texts), chosen))
         off, chosen = min(tried, key=lambda one: one[0])
         if math.isinf(off):

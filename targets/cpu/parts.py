@@ -32,7 +32,7 @@ HEAD_NORMS = {  # of queries and keys
 }
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """What one layer is made of."""
 
     attention: Any
@@ -92,7 +92,7 @@ class Parts(NamedTuple):
 NO_NORMS = (*NORMS[0], *HEAD_NORMS)
 
 
-def parts_of(layer: Any) -> Parts | None:
+def parts_of(layer: Any) -> LayerParts | None:
     """None if it is not made of attention and a gated MLP with the usual names."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     inputs = named(attention, ["qkv_proj"]) or named(attention, ["q_proj", "k_proj", "v_proj"])
@@ -107,7 +107,7 @@ def parts_of(layer: Any) -> Parts | None:
         found = [getattr(attention, name) for name in names if hasattr(attention, name)]
         norms |= dict([(field, found[0])] if found else [])
     sinks = getattr(attention, "sinks", None)
-    return Parts(attention, mlp, norms, inputs, output[0], gate_up, down[0], sinks)
+    return LayerParts(attention, mlp, norms, inputs, output[0], gate_up, down[0], sinks)
 
 
 def named(module: Any, names: list[str]) -> list[nn.Linear]:

@@ -201,7 +201,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServerTrial:
     """The engine's server without drafts, tried before training. Where there is a problem, our own engine answers and
     measures."""
 
@@ -218,7 +218,7 @@ class AutoJournal(Journal):
     split: Split | None = None
     machine: Machine | None = None
     least_budget: float = 0.0  # seconds; the smallest that makes sense; 0 if nothing is to be trained
-    serving: Serving | None = None  # of the engine that will serve; null: it is ours
+    serving: ServerTrial | None = None  # of the engine that will serve; null: it is ours
     answers_until: float | None = None  # second of the budget at which answering ends
     unserved: str = ""  # why the engine's server is asked no more, and our own engine is; empty: it may be
     stateless: str = ""  # why the server gives no states to trainings; empty: it may
@@ -284,7 +284,7 @@ class RefitJournal(Journal):
 
     file_name = "refit.json"
     found: Found | None = None
-    serving: Serving | None = None  # of the engine that serves; null: none was named
+    serving: ServerTrial | None = None  # of the engine that serves; null: none was named
     unserved: str = ""  # as of AutoJournal
     stateless: str = ""
     plan: TrainingPlan | None = None

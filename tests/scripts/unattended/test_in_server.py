@@ -25,7 +25,7 @@ from headstart.scripts.unattended.in_server import (
     served_seconds,
     try_server,
 )
-from headstart.scripts.unattended.running.journal import Decision, Serving
+from headstart.scripts.unattended.running.journal import Decision, ServerTrial
 from headstart.scripts.unattended.running.session import Stage
 from headstart.scripts.unattended.running.steps import CommandRunner
 from headstart.targets.target import Target
@@ -153,7 +153,7 @@ def answered(headstart, chat_target, traffic, in_process, machine_is, python, mo
     return call
 
 
-QUICK = Serving("", 0.1, [100.0])  # started in 0.1 s, at 100 tokens/s
+QUICK = ServerTrial("", 0.1, [100.0])  # started in 0.1 s, at 100 tokens/s
 
 
 def asked_of(in_process):
@@ -194,8 +194,8 @@ def test_a_server_that_is_killed_leaves_the_rest_to_our_engine(answered, in_proc
 @pytest.mark.parametrize(
     ("serving", "line", "said"),
     [
-        (Serving("too slow"), "", ""),
-        (Serving("", 4.0, [100.0]), "", "the server's first answers would come after 0:0"),
+        (ServerTrial("too slow"), "", ""),
+        (ServerTrial("", 4.0, [100.0]), "", "the server's first answers would come after 0:0"),
         (QUICK, "--engine-args '--answers none'", "vLLM ended with code 1: ValueError: invalid literal"),
         (QUICK, "--engine-args '--answers 0'", "vLLM ended with code 3"),
     ],
@@ -286,12 +286,12 @@ def test_a_server_that_does_not_start_is_a_line_before_training(how, problem, tm
 
 def test_a_server_that_ends_in_the_measurement_leaves_it_to_our_engine(tmp_path):
     run = run_of(tmp_path, fails=True)
-    assert measure_in_server(run, Serving("", 10.0, [30.0, 100.0]), ["ngram@4"], [], seconds=1.0) == ""
+    assert measure_in_server(run, ServerTrial("", 10.0, [30.0, 100.0]), ["ngram@4"], [], seconds=1.0) == ""
     assert "no such model" in run.journal.serving.problem and run.journal.serving.start_seconds == 10.0
 
 
 def test_as_much_is_measured_in_the_server_as_there_is_time_for(tmp_path):
-    run, serving = run_of(tmp_path), Serving("", 10.0, [30.0, 100.0])
+    run, serving = run_of(tmp_path), ServerTrial("", 10.0, [30.0, 100.0])
     least, most = (served_seconds(run, serving, num_prompts=count, most=96) for count in (4, 12))
     # 12 prompts: 8 blocks of 12 answers one at a time, and of 36 answers 8 at a time
     assert most == pytest.approx(20 + 8 * (12 * 96 / 30 + 36 * 96 / 100))

@@ -9,7 +9,7 @@ import pytest
 from headstart.base.errors import BadInput
 from headstart.data_pipelines.served.state_server import Gone
 from headstart.engines.servers.setting import EngineSetting
-from headstart.scripts.unattended.running.journal import Serving
+from headstart.scripts.unattended.running.journal import ServerTrial
 from headstart.scripts.unattended.target_server import MOST_STARTS, TargetServer
 
 
@@ -19,7 +19,7 @@ def server(python, tmp_path):
 
     def make(args="", engine="vllm"):
         said: list[str] = []
-        journal = SimpleNamespace(serving=Serving("", 0.1, [100.0]), unserved="", stateless="", answers_until=60.0)
+        journal = SimpleNamespace(serving=ServerTrial("", 0.1, [100.0]), unserved="", stateless="", answers_until=60.0)
         settings = SimpleNamespace(
             engine=EngineSetting(name=engine, python=python, args=args),
             target="T",
