@@ -24,7 +24,7 @@ from ..base.errors import BadInput, first_line
 from ..base.files import LocalPath
 from ..targets.caches.cache import SlotCache, newest_slots, seen_by_children
 from ..targets.caches.state_cache import StateCache
-from ..targets.prompts import read_prompts
+from ..targets.prefill import read_prompts
 from ..targets.same_vocabulary import check_vocabulary
 from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.files import write_text
 from ..eval.figures.metrics import LEAST_TIMED
-from ..eval.plan.document import Plan
+from ..eval.plan.plan import Plan
 from ..eval.plan.prediction import Cell, RecommendedCell
 from ..eval.report.conclusion import Conclusion
 from ..eval.report.page import page_template

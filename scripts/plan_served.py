@@ -18,7 +18,7 @@ from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, fore
 from ..eval.report.results.drafter_words import served_words
 from ..eval.report.served_page import ServedReport, show_served, write_served
 from ..eval.served.questions import Questions
-from ..eval.served.result import ServedResult
+from ..eval.served.served_result import ServedResult
 from .evaluating.eval_served import HEADS, WantedMeasurement, WantedServers, measured_in, questions_in
 
 

@@ -11,6 +11,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..base.errors import BadInput, first_line
 from .check import find_output_use
+from .frozen_model import OutputUse
 from .layers.target_output import TargetOutput
 from .loading import (
     Checkpoint,
@@ -21,7 +22,6 @@ from .loading import (
     quiet_loading,
     torch_dtype,
 )
-from .parts import OutputUse
 from .target import Target
 from .weights.reading import WeightReader
 from .weights.served_adapter import ServedAdapter

@@ -23,7 +23,7 @@ from .layers.output_use import check_logits, is_close
 from .layers.target_output import TargetOutput
 from .layers.temperature import scaled_from
 from .loading import use_attention
-from .prompts import read_prompts
+from .prefill import read_prompts
 
 SHORT = 12  # tokens of the check if nothing in the model depends on the length
 BEHIND = 4  # tokens that are read behind the others, as a round

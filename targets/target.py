@@ -17,12 +17,12 @@ from .cpu.decoder import CpuDecoder, most_kernel_tokens
 from .cpu.joined_decoder import JoinedDecoder
 from .cpu.packing import pack_linears
 from .cpu.products import wide_products
+from .frozen_model import FrozenModel
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
 from .layers.runs import Entering
 from .layers.target_output import TargetOutput
 from .loading import TargetConfig, found_path, load_model, read_model_config, stored_fingerprint, use_attention
-from .parts import FrozenModel
 from .weights.served_adapter import AdapterInfo, ServedAdapter, ServedWeights, is_checkpoint
 
 MOST_DECODED = 256  # positions whose logits the decoder computes

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -22,6 +23,11 @@ SOURCES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.
 MODULES = {".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]): path for path in SOURCES}
 MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
 CHECKOUT_ONLY = "benchmarks"  # not in the wheel
+TWO_SIDES = {  # files of one name in a room: what an engine is told and how its server is run; a head and its start
+    ("engines", "vllm.py"),
+    ("engines", "sglang.py"),
+    ("heads", "eagle3.py"),
+}
 HEAVY = {*"wandb deepspeed datasets peft accelerate pydantic typer rich openai scipy".split()}
 
 
@@ -129,6 +135,12 @@ def test_folders_and_files_stay_small():
     for path in SOURCES:
         num_lines = len(path.read_text().splitlines())
         assert num_lines <= 400, f"{named(path)}: {num_lines} lines"
+
+
+def test_a_room_has_one_file_of_a_name():
+    names = [(path.relative_to(ROOT).parts[0], path.name) for path in SOURCES if path.name != "__init__.py"]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    assert twice == TWO_SIDES, "a file's name says what none of its room's others is; only these are two sides of one"
 
 
 def test_this_sees_the_imports_of_a_file():

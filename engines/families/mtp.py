@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...base.errors import BadInput
+from ...targets.frozen_model import TWO_SETS
 from ...targets.loading import TargetConfig, quantization, read_model_config
-from ...targets.parts import TWO_SETS
 from ...targets.weights.mtp_checkpoint import (
     LAYOUTS,
     count_key,

@@ -1,4 +1,4 @@
 """Servers that decode: `process` starts one and ends it, `address` is one that runs, `asking` puts many questions to it
-and notes when each token comes; `engine` is what differs between engines, which are a file each and a line in `table`;
-`setting` is what a command or a config says of all this.
+and notes when each token comes; `engine` is what differs between engines, which are a file each and a line in
+`registry`; `setting` is what a command or a config says of all this.
 """

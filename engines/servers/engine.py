@@ -17,7 +17,7 @@ LONGEST_MATCH = 3  # tokens at the end of a text that look-ups go by at most, un
 
 
 class ServerEngine:
-    """An engine by its name on the command line. Each is a file of this folder and a line in `table`."""
+    """An engine by its name on the command line. Each is a file of this folder and a line in `registry`."""
 
     name = ""
     title = ""  # as messages write it

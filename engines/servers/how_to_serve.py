@@ -12,7 +12,7 @@ from ..layouts.serving import HeadFolder
 from ..llamacpp import Conversion, serve_lines
 from .engine import LONGEST_MATCH
 from .llama_server import DYNAMIC, cache_flags
-from .table import SERVER_ENGINES
+from .registry import SERVER_ENGINES
 
 SERVED = "served/drafts"  # a folder whose name switches no engine's method
 ALONE = "# no engine drafts with both at once: served, it is the head alone"

@@ -10,7 +10,7 @@ from typing import Self
 from ...base.errors import BadInput, first_line
 from ...targets.weights.served_adapter import ServedAdapter
 from .process import ServerProcess
-from .table import SERVER_ENGINES
+from .registry import SERVER_ENGINES
 
 OURS = "headstart"
 GPU = Path("/dev/nvidiactl")

@@ -15,7 +15,7 @@ from ...heads.drafting.trees import Draws, DynamicTree, Proposal, Tree
 from ...targets.caches.cache import EXTENT_STEP, SlotCache, in_steps
 from ...targets.caches.tree_nodes import ancestors
 from ...targets.layers.target_output import TargetOutput
-from ...targets.prompts import read_prompts
+from ...targets.prefill import read_prompts
 from ...targets.target import Target
 from .draft_setting import draft_length
 from .replay import Replay, Tensors, on_device

@@ -12,7 +12,7 @@ from ...heads.base import Proposal
 from ...heads.drafting.drafter import Drafter, Reading
 from ...targets.caches.cache import SlotCache
 from ...targets.caches.state_cache import StateCache
-from ...targets.prompts import read_prompts
+from ...targets.prefill import read_prompts
 from ...targets.same_vocabulary import differing_word
 from ...targets.target import Target
 

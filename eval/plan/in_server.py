@@ -10,8 +10,8 @@ from typing import Any
 
 from ...base.files import write_json
 from ..measurement.step_times import interpolate
-from ..served.result import ServedResult
-from .document import SCHEMA_VERSION
+from ..served.served_result import ServedResult
+from .plan import SCHEMA_VERSION
 from .prediction import CheckSummary, errors, expected_length
 
 

@@ -29,8 +29,8 @@ from ..report.results.drafter_words import drafter_words
 from ..suites.prompts import Suite
 from .accepting import accepted_by, evenly, named_trees
 from .budget import FEWEST_ROUNDS, SAFETY, Budget, Costs, Scope, at_doublings, fit_scope, probe
-from .document import DEFAULT_TREES, Plan, PlanConfig, ScheduleRange, Spent
 from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
+from .plan import DEFAULT_TREES, Plan, PlanConfig, ScheduleRange, Spent
 from .prediction import Accepted, Cell, Workload, errors, predict_cells, recommend_cells, shortlist
 
 TIMING_SHARE = 0.3  # of the seconds that are left: within it further passes of step times begin

@@ -16,12 +16,12 @@ from ...base.errors import BadInput
 from ...base.files import write_json, write_text
 from ...base.jsonl import loads
 from ...base.typed import read_json
-from ...engines.servers.table import SERVER_ENGINES
+from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles
-from ..served.result import DRAFTS_TOO, ServedResult, lower_end_among
-from ..served.texts import TextCheck
+from ..served.served_result import DRAFTS_TOO, ServedResult, lower_end_among
+from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
 from .results.document import SCHEMA_VERSION, short_name

@@ -15,17 +15,17 @@ from ...base.owned import OwnedFolder
 from ...engines.export import export_head, serve_commands
 from ...engines.servers.address import Address
 from ...engines.servers.engine import DEFAULT_K, LONGEST_MATCH, ServerEngine
+from ...engines.servers.registry import SERVER_ENGINES, engine_at
 from ...engines.servers.setting import OURS, EngineSetting
-from ...engines.servers.table import SERVER_ENGINES, engine_at
 from ...eval.drafters.registry import check_window, parse_drafter
 from ...eval.measurement.resume import BatchStore
 from ...eval.report.results.drafter_words import served_words
 from ...eval.report.served_page import ServedReport, show_served, write_served
+from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from ...eval.served.figures import Slo
 from ...eval.served.load import Load
-from ...eval.served.measure import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from ...eval.served.questions import Questions
-from ...eval.served.result import WITHOUT, ServedResult
+from ...eval.served.served_result import WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
 from ...targets.loading import TargetConfig, default_device, load_tokenizer

@@ -22,7 +22,7 @@ from ...eval.figures.metrics import LEAST_TIMED, Acceptance, expected_acceptance
 from ...eval.report.results.one_result import grouped
 from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import sentences
-from ...eval.served.result import ServedResult, lower_end_among
+from ...eval.served.served_result import ServedResult, lower_end_among
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
 from ...targets.target import Target
 from .held_out import NEW, OLD

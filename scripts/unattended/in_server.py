@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
-from ...engines.servers.table import SERVER_ENGINES
+from ...engines.servers.registry import SERVER_ENGINES
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
-from ...eval.served.result import ServedResult, lower_end_among
+from ...eval.served.served_result import ServedResult, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
 from .running.session import Session, Settings

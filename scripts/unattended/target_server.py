@@ -19,7 +19,7 @@ from ...data_pipelines.served.reading import ServedTarget, label_of
 from ...data_pipelines.served.state_server import Gone, StateServer
 from ...data_pipelines.served.vllm_process import state_process
 from ...engines.servers.process import ServerProcess
-from ...engines.servers.table import SERVER_ENGINES
+from ...engines.servers.registry import SERVER_ENGINES
 from ...heads.base import HeadConfig
 from ...heads.stored.fit import build_skeleton_head
 from ...targets.loading import TargetConfig, release_memory

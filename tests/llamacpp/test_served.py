@@ -20,10 +20,10 @@ from headstart.engines.llamacpp import Conversion
 from headstart.engines.servers.llama_server import LlamaServerEngine
 from headstart.eval.decoding import generate
 from headstart.eval.measurement.resume import BatchStore
+from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from headstart.eval.served.load import Load
-from headstart.eval.served.measure import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from headstart.eval.served.questions import PLAIN, Question
-from headstart.eval.served.result import ServedResult
+from headstart.eval.served.served_result import ServedResult
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block import BlockHead

@@ -6,8 +6,8 @@ import pytest
 import torch
 from headstart.base.errors import BadInput
 from headstart.targets.bare import BareTarget, NeedsLayers
+from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
-from headstart.targets.parts import OutputUse
 from headstart.targets.target import Target
 from kind import quietly
 from kinds import FAST, KINDS

@@ -10,8 +10,8 @@ from headstart.base.errors import BadInput
 from headstart.engines.heads import HEADS, build_head, head_record, load_head, save_head
 from headstart.eval.decoding import generate
 from headstart.targets.bare import BareTarget
+from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
-from headstart.targets.parts import OutputUse
 from headstart.targets.target import Target
 from headstart.targets.weights.served_adapter import ServedAdapter
 from peft import PeftModel

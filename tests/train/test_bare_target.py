@@ -10,8 +10,8 @@ from headstart.base.errors import BadInput
 from headstart.engines.heads import HEADS
 from headstart.scripts.data.extract import extract
 from headstart.targets.bare import BareTarget, NeedsLayers
+from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
-from headstart.targets.parts import OutputUse
 from headstart.targets.target import Target
 from headstart.train import trainer
 from headstart.train.inputs import target as module

@@ -22,8 +22,8 @@ from headstart.data_pipelines.storage.shard_file import PackedStates, StoredSamp
 from headstart.data_pipelines.storage.shards import ShardWriter
 from headstart.targets.bare import BareTarget
 from headstart.targets.cpu.build import multiplies_bf16
+from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
-from headstart.targets.parts import OutputUse
 from headstart.train.inputs.config import load_inputs
 from transformers import LlamaConfig
 from words import word_tokenizer

@@ -24,8 +24,8 @@ from ...heads.base import HeadConfig
 from ...heads.stored.fit import build_skeleton_head
 from ...targets.bare import BareTarget, NeedsLayers
 from ...targets.dtype import with_default_dtype
+from ...targets.frozen_model import OutputUse
 from ...targets.loading import TargetConfig
-from ...targets.parts import OutputUse
 from ...targets.sharded import ShardedTarget
 from ...targets.skeleton import load_skeleton
 from ...targets.target import Target

@@ -13,7 +13,7 @@ from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
 from headstart.engines.heads import HEADS, build_head, save_head
-from headstart.engines.servers.table import SERVER_ENGINES
+from headstart.engines.servers.registry import SERVER_ENGINES
 from headstart.eval.decoding import continuous, generate, replay
 from headstart.heads.medusa import MedusaHead
 from headstart.scripts.data import regenerate as data_regenerate

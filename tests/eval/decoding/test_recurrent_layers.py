@@ -145,7 +145,7 @@ class CompressedLayer(DynamicLayer):
 
 def test_layers_that_keep_what_is_not_known_are_named_before_anything_is_trained(tiny_target, tiny_model, monkeypatch):
     layers = [*DynamicCache(config=tiny_model("llama").config).layers[:3], CompressedLayer()]
-    monkeypatch.setattr("headstart.targets.parts.kept_by_layers", lambda config: layers)
+    monkeypatch.setattr("headstart.targets.frozen_model.kept_by_layers", lambda config: layers)
     target = tiny_target("llama")
     assert not target.can_decode
     with pytest.raises(BadInput, match="^target tiny-llama: layer 3 keeps a CompressedLayer .* not decoded$"):

@@ -17,8 +17,8 @@ from headstart.eval.plan.in_server import (
 )
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
-from headstart.eval.served.result import ServedResult, ServerAcceptance
-from headstart.eval.served.texts import PromptCheck
+from headstart.eval.served.served_result import ServedResult, ServerAcceptance
+from headstart.eval.served.text_check import PromptCheck
 from headstart.scripts.plan_command import plan
 
 RATE = 0.8  # at every draft position

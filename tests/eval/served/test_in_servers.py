@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 from headstart.base.errors import BadInput
 from headstart.engines.servers.address import Address
-from headstart.engines.servers.table import SERVER_ENGINES, engine_at
+from headstart.engines.servers.registry import SERVER_ENGINES, engine_at
 from headstart.eval.measurement.resume import BatchStore
 from headstart.eval.report.served_page import cautions, sentences
-from headstart.eval.served import texts
+from headstart.eval.served import text_check
+from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of, measure_in_servers
 from headstart.eval.served.figures import Slo, record_of, side_figures, speedup
 from headstart.eval.served.load import Asker, Load, run_block
-from headstart.eval.served.measure import ServedConfig, ServedDrafts, ServedSide, key_of, measure_in_servers
 from headstart.eval.served.questions import CHAT, PLAIN, Question, origins_of
-from headstart.eval.served.result import DRAFTS_TOO
+from headstart.eval.served.served_result import DRAFTS_TOO
 from serving_stand_in import StandIn, listening
 
 QUESTIONS = [Question(f"p.jsonl:{i}", PLAIN, {"prompt": [1, 5 + i]}, [1, 5 + i]) for i in range(6)]
@@ -120,10 +120,10 @@ def test_an_answer_that_goes_wrong_late_is_seen(tmp_path):
 def test_a_text_that_differs_is_proved_behind_the_prompt_that_the_server_read(monkeypatch):
     """Here and there the template prints another day."""
     seen = list[Any]()
-    monkeypatch.setattr(texts, "first_not_own", lambda target, prompt, *_, **how: seen.append(prompt))
+    monkeypatch.setattr(text_check, "first_not_own", lambda target, prompt, *_, **how: seen.append(prompt))
     plain, drafted = ({"texts": {"0": [[ids, "x"]]}} for ids in ([4, 5], [4, 6]))
     for prompts, read in (({0: [9, 5]}, [9, 5]), ({0: None}, [1, 5])):
-        found = texts.check_texts(QUESTIONS, [plain], [drafted], prompts, lambda: cast(Any, "a target"))
+        found = text_check.check_texts(QUESTIONS, [plain], [drafted], prompts, lambda: cast(Any, "a target"))
         assert (seen.pop(), found.num_wrong, found.report.proved) == (read, 0, 1)
 
 
@@ -131,10 +131,10 @@ def test_a_text_that_differs_is_proved_behind_the_prompt_that_the_server_read(mo
 def test_where_the_server_computes_otherwise_no_text_is_called_wrong(is_other, monkeypatch):
     """Packed weights, a schema: then the texts without drafts are not the target's own either."""
     own = lambda target, prompt, new, **how: 1 if is_other or new == [4, 6] else None  # noqa: E731
-    monkeypatch.setattr(texts, "first_not_own", own)
+    monkeypatch.setattr(text_check, "first_not_own", own)
     plain, drafted = ({"texts": {str(i): [[ids, "x"]] for i in range(4)}} for ids in ([4, 5], [4, 6]))
     prompts = dict.fromkeys(range(4), [9])
-    found = texts.check_texts(QUESTIONS, [plain], [drafted], prompts, lambda: cast(Any, "a target"))
+    found = text_check.check_texts(QUESTIONS, [plain], [drafted], prompts, lambda: cast(Any, "a target"))
     assert (found.num_wrong, found.not_proved, found.is_other) == ((0, 4, True) if is_other else (4, 0, False))
 
 

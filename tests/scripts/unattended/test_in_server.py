@@ -14,8 +14,8 @@ from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.report.served_page import ServedReport, read_served, write_served
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
-from headstart.eval.served.result import ServedResult
-from headstart.eval.served.texts import LosslessReport, PromptCheck, TextCheck
+from headstart.eval.served.served_result import ServedResult
+from headstart.eval.served.text_check import LosslessReport, PromptCheck, TextCheck
 from headstart.scripts.unattended import auto as auto_module
 from headstart.scripts.unattended import in_server, target_server
 from headstart.scripts.unattended.in_server import (

@@ -13,8 +13,8 @@ from headstart.engines.heads import HEADS, build_head
 from headstart.eval.proof.lossless import LosslessReport
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
-from headstart.eval.served.result import ServedResult
-from headstart.eval.served.texts import PromptCheck, TextCheck
+from headstart.eval.served.served_result import ServedResult
+from headstart.eval.served.text_check import PromptCheck, TextCheck
 from headstart.scripts.unattended.candidates import find_candidates
 from headstart.scripts.unattended.comparing import FORGETS, STAYS, DraftedRow, compare_by_domain, decide_between
 from headstart.scripts.unattended.held_out import mixed, split_traffic

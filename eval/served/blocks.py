@@ -23,8 +23,8 @@ from ..suites.prompts import FailedPrompt
 from .figures import Record, Slo, record_of, side_figures, speedup
 from .load import Asker, Load, run_block, warm_up
 from .questions import Question, origins_of
-from .result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
-from .texts import PromptCheck, check_texts
+from .served_result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
+from .text_check import PromptCheck, check_texts
 
 A, B = 0, 1  # without drafts, with them
 STARTED = "process_start_time_seconds"  # what servers say of themselves in /metrics, vLLM among them

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
-from ...engines.servers.table import SERVER_ENGINES
+from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.metrics import Ends
 from ..suites.prompts import FailedPrompt
 from .figures import SideFigures, Slo
 from .load import Load
-from .texts import PromptCheck, TextCheck
+from .text_check import PromptCheck, TextCheck
 
 WITHOUT = "without drafts"  # of a baseline
 DRAFTS_TOO = "the server without drafts drafts too"  # the beginning of such a doubt
