@@ -25,7 +25,7 @@ from ..targets.caches import split_attention
 from ..targets.loading import release_memory
 from ..targets.target import Target
 from . import store
-from .profiled import profiled
+from .operations import profiled
 from .synthetic import BlankDrafter, SyntheticDrafter
 
 NUM_DRAFT = 5

@@ -1,15 +1,19 @@
-"""Floating point operations as they run, and the rate of the fastest large matrix product, for MFU."""
+"""What a piece of work does: its floating point operations as they run, beside the rate of the fastest large matrix
+product, for MFU; and torch's own table of its time by operator."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..heads.nn.chain_attention import is_recomputing
 from ..train.watching.speed import synchronize
+from .store import Figures
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that measure the rate
 TRIALS = 5
@@ -70,3 +74,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, *, trials: int = TRIAL
         synchronize(device)
         fastest = min(fastest, time.perf_counter() - started)
     return 2 * side**3 / fastest
+
+
+def profiled(work: Callable[[], object], device: torch.device, *, top: int = 10) -> Figures:
+    """The operators that take longest in themselves, first.
+
+    num_kernels: what a GPU was given to run, copies and fills among them; null on a CPU.
+    """
+    is_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]) as profiler:
+        work()
+        synchronize(device)
+    events = profiler.key_averages()
+    num_kernels = sum(event.count for event in events if event.device_type.name == "CUDA")
+    order = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+    table = events.table(sort_by=order, row_limit=top, max_name_column_width=100)
+    return {"num_kernels": num_kernels if is_cuda else None, "table": table.splitlines()}

@@ -33,8 +33,7 @@ from ..targets.cpu import products
 from ..targets.layers.target_output import TargetOutput
 from ..targets.target import Target
 from ..train.watching.speed import synchronize
-from .operations import Operations, matmul_rate
-from .profiled import profiled
+from .operations import Operations, matmul_rate, profiled
 from .store import Figures
 
 GPU_BYTES = 80 * 2**30  # of the GPU for which memory is estimated

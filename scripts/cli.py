@@ -20,7 +20,7 @@ from .export_command import check, export
 from .heads_command import heads
 from .plan_command import plan
 from .push_command import push
-from .unattended.commands import auto, refit
+from .unattended_commands import auto, refit
 
 # in the order of the help
 COMMANDS = "auto refit heads data train eval compare plan export check push doctor".split()

@@ -1,5 +1,5 @@
 """What differs between engines that serve: how one is started, with drafts and without, and how its counters are
-read."""
+read. Of any other server, `OpenAIEngine`, neither is known."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LONGEST_MATCH = 3  # tokens at the end of a text that look-ups go by at most, un
 
 
 class ServerEngine:
-    """An engine by its name on the command line. Each is a file of this folder and a line in `registry`."""
+    """An engine by its name on the command line: a file of this folder and a line in `registry`."""
 
     name = ""
     title = ""  # as messages write it
@@ -64,3 +64,11 @@ class ServerEngine:
     def counters(self, address: Address) -> Counters | None:
         """What it has counted; None: it does not count, or drafts nothing."""
         return None
+
+
+class OpenAIEngine(ServerEngine):
+    """Any OpenAI-compatible server that runs: its speed and its texts; it is not started here and has no counters. Keys
+    of other engines are not sent."""
+
+    name, title, can_start, is_salted = "openai", "The server", False, False
+    neutral: dict[str, Any] = {}

@@ -1,9 +1,8 @@
 """Engines that serve, by the name that the command line takes."""
 
 from .address import Address
-from .engine import ServerEngine
+from .engine import OpenAIEngine, ServerEngine
 from .llama_server import LlamaServerEngine
-from .openai import OpenAIEngine
 from .sglang import SglangEngine
 from .vllm import VllmEngine
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...base.errors import BadInput
-from ..evaluating.engine_options import DraftWindowText, EngineArgs, EngineName, EnginePython, engine_of
+from ..base.errors import BadInput
+from .evaluating.engine_options import DraftWindowText, EngineArgs, EngineName, EnginePython, engine_of
 
 if TYPE_CHECKING:
-    from ...engines.servers.setting import EngineSetting
+    from ..engines.servers.setting import EngineSetting
 
 RUN, TRAFFIC, HEAD, MACHINE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Run", "Traffic", "Head and traffic", "Machine")
@@ -63,16 +63,16 @@ def auto(
     held-out prompts, and recommends what to deploy, or nothing. Run the same command again to resume a run that was
     killed. Each step is an ordinary command, which the page has. auto.json has all decisions with their figures.
     """
-    from ...engines.export import ENGINES
-    from ...eval.drafters.registry import check_window
-    from ...targets.loading import default_device
-    from .answers import LEAST_ANSWERS
-    from .auto import stages
-    from .candidates import heads_read
-    from .page import write_auto_page
-    from .running.clock import parse_budget
-    from .running.session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
-    from .target_server import TargetServer
+    from ..engines.export import ENGINES
+    from ..eval.drafters.registry import check_window
+    from ..targets.loading import default_device
+    from .unattended.answers import LEAST_ANSWERS
+    from .unattended.auto import stages
+    from .unattended.candidates import heads_read
+    from .unattended.page import write_auto_page
+    from .unattended.running.clock import parse_budget
+    from .unattended.running.session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
+    from .unattended.target_server import TargetServer
 
     by = engine_of(engine, engine_python, engine_args, known=("headstart", *sorted(ENGINES)))
     check_concurrency(by, concurrency)
@@ -140,12 +140,12 @@ def refit(
     head if that drafts better on held-out conversations and not worse on old ones. Run the same command again to resume
     a run that was killed. refit.json has all decisions with their figures.
     """
-    from ...targets.loading import default_device
-    from .page import write_refit_page
-    from .refit import RefitRun, stages
-    from .running.clock import parse_budget
-    from .running.session import RefitSettings, files_digest, run_stages, target_dtype
-    from .target_server import TargetServer
+    from ..targets.loading import default_device
+    from .unattended.page import write_refit_page
+    from .unattended.refit import RefitRun, stages
+    from .unattended.running.clock import parse_budget
+    from .unattended.running.session import RefitSettings, files_digest, run_stages, target_dtype
+    from .unattended.target_server import TargetServer
 
     by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
     check_concurrency(by, concurrency)
