@@ -8,7 +8,7 @@ SMALL_PART, LARGE_PART = 64, 128  # slots per part of a cache
 LONG = 2048  # slots from which parts are large
 FEWEST_FUSED = 2 * SMALL_PART  # slots that compiled layers read in parts
 FEWEST = 1024  # slots that others do: there each step over the parts is a launch of its own
-ENOUGH_BLOCKS = 64  # rows times key heads that keep a GPU busy without parts
+ENOUGH_BLOCKS = 64  # thread blocks: rows times key heads that keep a GPU busy without parts
 MOST_QUERIES = 256  # per key head; more keep a GPU busy without parts
 
 
@@ -24,10 +24,10 @@ def reads_in_parts(query: Tensor, key: Tensor) -> bool:
 
     Args: query: [B, Nkv, M, H]. key: [B, Nkv, P, H].
     """
-    num_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
+    num_thread_blocks, num_slots = key.shape[0] * key.shape[1], key.shape[2]
     fewest = FEWEST_FUSED if torch.compiler.is_compiling() else FEWEST
     is_long = num_slots >= fewest and num_slots % SMALL_PART == 0
-    return is_long and num_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
+    return is_long and num_thread_blocks < ENOUGH_BLOCKS and query.shape[2] <= MOST_QUERIES
 
 
 def part_size(num_slots: int) -> int:

@@ -51,11 +51,19 @@ class Layout:
         return f"{getattr(self, part).format(module=0, layer=num_layers)}.{behind}"
 
 
-def behind_layers(layers: str, *, norm: str = "shared_head.norm", **how: Any) -> Layout:
+def behind_layers(
+    layers: str,
+    marks: tuple[str, ...],
+    kinds: Mapping[str, str],
+    *,
+    norm: str = "shared_head.norm",
+    renamed: Mapping[str, str] = {},
+    repeats_tables: bool = False,
+) -> Layout:
     """DeepSeek's names: a module is one more layer, numbered on."""
     place = f"{layers}.{{layer}}"
-    parts = {part: f"{place}.{part}" for part in ("enorm", "hnorm", "eh_proj")}
-    return Layout(**parts, norm=f"{place}.{norm}", block=place, **how)
+    enorm, hnorm, eh_proj, last = (f"{place}.{part}" for part in ("enorm", "hnorm", "eh_proj", norm))
+    return Layout(enorm, hnorm, eh_proj, last, place, marks, kinds, renamed=renamed, repeats_tables=repeats_tables)
 
 
 # tensor names and conventions as vLLM 0.32 and SGLang 0.5 read them; vLLM masks the first embedding of the DeepSeek
