@@ -15,6 +15,7 @@ from headstart.engines.llamacpp import target_problem
 ROOT = Path(__file__).parents[2]
 DFLASH: dict[str, Any] = {"markov_rank": 0, "sample_from_anchor": False}
 DFLASH2: dict[str, Any] = {**DFLASH, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 4}
+LILICORR: dict[str, Any] = {**DFLASH, "selector_rank": 8, "selector_top_k": 4, "lattice_layers": 2, "lattice_size": 24}
 PARALLEL: dict[str, Any] = {"parallel": True, "mask_token_id": 5}
 # by row: the head, and its name in docs/results/vllm.json and llamacpp.json
 KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -22,6 +23,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "P-EAGLE": ("eagle3", PARALLEL, "p-eagle", "p-eagle"),
     "DFlash": ("block", DFLASH, "dflash", "dflash"),
     "DFlash2": ("block", DFLASH2, "dflash2", "dflash2"),
+    "LiLiCorr": ("block", LILICORR, "lilicorr", "lilicorr"),
     "DSpark": ("block", {"markov_rank": 8}, "dspark", "dspark"),
     "EAGLE-1": ("eagle", {}, "eagle", "eagle"),
     "MTP": ("mtp", {"layout": "mimo", "num_depths": 1}, "mtp", "mtp"),
