@@ -98,8 +98,6 @@ def plan(
         if tree or seconds or not prompts:
             raise BadInput(f"--engine {engine}: needs --prompts, and takes no --tree and no --seconds")
         servers = WantedServers(by, concurrency=sizes)
-        sampling = {"temperature": temperature, "seed": 0}
-        under = ServedAdapter.read(adapter) if adapter else None
         asked = WantedMeasurement(
             target=target,
             dtype=dtype,
@@ -108,10 +106,10 @@ def plan(
             prompts=files,
             chat=wanted.chat,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling={"temperature": temperature, "seed": 0},
             repeats=2,
             window=draft_window,
-            adapter=under,
+            adapter=ServedAdapter.read(adapter) if adapter else None,
         )
         return plan_in_server(servers, asked, lengths, output, settings, limit=limit, overwrite=overwrite)
     check_window(draft_window, parse_drafter(spec)[0])

@@ -105,9 +105,8 @@ def basis_lines(planned: Plan) -> list[str]:
     spent, passes = planned.budget, {time.num_timed for time in planned.step_times if time.setting}
     timed = f", {min(passes)} to {max(passes)} rounds timed of each setting" if passes else ""
     new = f"{planned.num_prompts} of {spent.num_prompts_given} prompts, {planned.max_new_tokens} new tokens each"
-    lines = [f"predicted from {new}{timed}"]
     used = f"{spent.seconds_used:.0f} of {spent.seconds:.0f}"
-    lines += [f"took {used} s, and {spent.seconds_loading:.0f} s to load the target"]
+    lines = [f"predicted from {new}{timed}", f"took {used} s, and {spent.seconds_loading:.0f} s to load the target"]
     if planned.check.num_cells:
         lines.append(f"prediction against measurement in {planned.check.words}")
     lines += [

@@ -64,9 +64,8 @@ def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
     """A table of K by requests at a time."""
     console = PlainConsole()
     console.print(f"timed in {title}'s own server, which counted what it accepts", highlight=False)
-    console.print(
-        f"{served_words(drafter)}: speedup as measured; in brackets, forecast before it or instead", highlight=False
-    )
+    how = "speedup as measured; in brackets, forecast before it or instead"
+    console.print(f"{served_words(drafter)}: {how}", highlight=False)
     sizes = sorted({cell.concurrency for cell in cells})
     columns = [Column(f"{size} at a time", justify="right") for size in sizes]
     table = Table("K", "length", *columns, box=SIMPLE_HEAD, pad_edge=False)
@@ -76,8 +75,7 @@ def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
         length = next(cell.acceptance_length for cell in here if cell)
         table.add_row(str(num), f"{length:.2f}", *map(cell_text, here))
     console.print(table)
-    check = forecast_error(cells)
-    if check.num_cells:
+    if (check := forecast_error(cells)).num_cells:
         console.print(f"forecast against measurement in {check.words}", highlight=False)
 
 

@@ -23,19 +23,18 @@ def named_trees(specs: Sequence[str], target: Target, drafter: Drafter) -> list[
     """
     settings = []
     for spec in specs:
-        name, number = parse_tree(spec)
-        tree = named_tree(name, target, drafter, num_nodes=number)
+        tree = named_tree("dynamic", target, drafter, num_nodes=parse_tree(spec))
         assert tree is not None
         settings.append(DraftSetting(spec, tree.depth, tree))
     return settings
 
 
-def parse_tree(spec: str) -> tuple[str, int]:
-    """`dynamic:16` as its name and number of nodes. Raises BadInput on another name or number."""
+def parse_tree(spec: str) -> int:
+    """The number of nodes of `dynamic:16`. Raises BadInput on another name or number."""
     name, _, number = spec.partition(":")
     if name != "dynamic" or not number.isdecimal() or int(number) < 1:
         raise BadInput(f"--tree {spec}: expected dynamic:NODES")
-    return name, int(number)
+    return int(number)
 
 
 @torch.no_grad()

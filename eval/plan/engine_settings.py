@@ -37,7 +37,7 @@ def schedule_for_vllm(
     *,
     max_batch_size: int,
     context: float,
-    measured: Mapping[int, int] | None = None,
+    measured: Mapping[int, int] = {},
 ) -> list[ScheduleRange]:
     """vLLM's `num_speculative_tokens_per_batch_size`, by the speedup of chains with all rows busy.
 
@@ -47,20 +47,14 @@ def schedule_for_vllm(
     Args: measured: K by batch size, which is kept; between two of them only theirs are chosen from.
     """
     chains = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
-    measured = measured or {}
     ranges: list[ScheduleRange] = []
     for size in range(1, max_batch_size + 1):
         below = next((at for at in range(size, 0, -1) if at in measured), None)
         above = next((at for at in range(size, max_batch_size + 1) if at in measured), None)
         lengths = {0, *chains} if below is None or above is None else {measured[below], measured[above]}
-        gains = {
-            length: steady_speedup(
-                chains[length].setting, chains[length].length, times, batch_size=size, context=context
-            )
-            if length
-            else 1.0
-            for length in lengths
-        }
+        gains = dict.fromkeys(lengths, 1.0)
+        for length in lengths - {0}:
+            gains[length] = steady_speedup(chains[length], times, batch_size=size, context=context)
         best = max(gains, key=lambda length: (gains[length], -length))
         previous = ranges[-1].num_draft_tokens if ranges else best
         if previous in gains and gains[previous] >= gains[best] * (1 - LEAST_GAIN):
@@ -86,8 +80,7 @@ def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
     if best is None or head is None:
         return None
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)
-    num = best.num_draft_tokens
-    told = sglang.flags(head.method, num, folder="HEAD", top_k=top_k, num_nodes=num_nodes)
+    told = sglang.flags(head.method, best.num_draft_tokens, folder="HEAD", top_k=top_k, num_nodes=num_nodes)
     window = sglang.window_flags(head.method, head.draft_window if isinstance(head, Windowed) else None)
     return None if told is None or window is None else told + window
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...base.files import write_json
 from ..measurement.step_times import interpolate
+from ..report.results.one_result import grouped
 from ..served.served_result import ServedResult
 from .plan import SCHEMA_VERSION
 from .prediction import CheckSummary, errors, expected_length
@@ -81,8 +82,7 @@ def forecast(results: Sequence[ServedResult], lengths: Sequence[int]) -> list[Se
 def finalists(cells: Sequence[ServedCell]) -> dict[int, list[int]]:
     """Loads by the K that is to be measured there: the best forecast of each load that is not far below its best."""
     found: dict[int, list[int]] = {}
-    for size in sorted({cell.concurrency for cell in cells}):
-        here = [cell for cell in cells if cell.concurrency == size]
+    for size, here in sorted(grouped(cells, lambda cell: cell.concurrency).items()):
         open_ = [cell for cell in here if cell.measured_speedup is None and cell.predicted_speedup]
         best = max(open_, key=lambda cell: cell.speedup, default=None)
         if best is not None and best.speedup > 0.9 * max(cell.speedup for cell in here):
@@ -131,8 +131,7 @@ def steps_by_batch_size(cells: Sequence[ServedCell]) -> dict[str, Any]:
     """For `--speculative-adaptive-config`: from each batch size on, the fastest K with a proved gain; 0 where there is
     none."""
     found = {}
-    for size in sorted({cell.concurrency for cell in cells}):
-        proved = [cell for cell in cells if cell.concurrency == size and cell.pays]
-        best = max(proved, key=lambda cell: cell.speedup, default=None)
+    for size, here in sorted(grouped(cells, lambda cell: cell.concurrency).items()):
+        best = max((cell for cell in here if cell.pays), key=lambda cell: cell.speedup, default=None)
         found[str(size)] = {"candidate_steps": [best.num_draft_tokens if best else 0]}
     return found

@@ -30,7 +30,7 @@ from ..suites.prompts import Suite
 from .accepting import accepted_by, evenly, named_trees
 from .budget import FEWEST_ROUNDS, SAFETY, Budget, Costs, Scope, at_doublings, fit_scope, probe
 from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
-from .plan import DEFAULT_TREES, Plan, PlanConfig, ScheduleRange, Spent
+from .plan import DEFAULT_TREES, Plan, PlanConfig, Spent
 from .prediction import Accepted, Cell, Workload, errors, predict_cells, recommend_cells, shortlist
 
 TIMING_SHARE = 0.3  # of the seconds that are left: within it further passes of step times begin
@@ -48,52 +48,33 @@ class Planner:
     budget: Budget
 
     def __post_init__(self) -> None:
-        self.num_given = len(self.suite.prompts)
         self.drafter.leave_out(self.suite.prompts, self.suite.questions)
-
-    @property
-    def words(self) -> str:
-        """What people call the drafter."""
-        return drafter_words(self.name)
-
-    @property
-    def trees(self) -> Sequence[str]:
-        """By name: those asked for, or what can be drafted."""
-        if self.config.trees is not None:
-            return self.config.trees
-        return DEFAULT_TREES if drafts_tree(self.target, self.drafter, "dynamic") else ()
-
-    def vllm_schedule(
-        self, accepted: list[Accepted], times: StepTable, scope: Scope, workload: Workload, cells: list[Cell]
-    ) -> list[ScheduleRange]:
-        """None for a drafter that vLLM does not have."""
-        method = self.drafter.method if isinstance(self.drafter, DraftHead) else self.name.partition(":")[0]
-        if method not in (*VLLM.names, "ngram", "draft-model"):
-            return []
-        most, measured = max(scope.batch_sizes), measured_lengths(cells)
-        return schedule_for_vllm(accepted, times, max_batch_size=most, context=workload.context, measured=measured)
 
     def plan(self) -> Plan:
         """Raises BadInput on settings that the drafter cannot draft."""
-        measure, budget = self.config.measure, self.budget
+        measure, budget, num_given = self.config.measure, self.budget, len(self.suite.prompts)
+        default_trees = DEFAULT_TREES if drafts_tree(self.target, self.drafter, "dynamic") else ()
         asked = chains(self.drafter, self.config.lengths)
         longest, many = max(self.suite.prompts, key=len), max(self.config.batch_sizes)
         costs = probe(self.target, self.drafter, asked[-1], longest, budget, measure, many=many)
         whole = Scope(
-            num_prompts=len(self.suite.prompts),
+            num_prompts=num_given,
             tokens=measure.max_new_tokens,
             lengths=tuple(setting.num_draft_tokens for setting in asked),
-            trees=tuple(self.trees),
+            trees=tuple(default_trees if self.config.trees is None else self.config.trees),
             batch_sizes=tuple(sorted(self.config.batch_sizes)),
         )
         scope = fit_scope(whole, costs, budget)
-        suite = self.suite.subset(evenly(len(self.suite.prompts), scope.num_prompts))
+        suite = self.suite.subset(evenly(num_given, scope.num_prompts))
         workload = Workload([len(prompt) for prompt in suite.prompts], scope.tokens)
         accepted = self.accept(suite, scope)
         measured = self.time(accepted, suite, scope, workload)
         times = StepTable(tuple(measured))
         cells = self.check(predict_cells(accepted, workload, times, batch_sizes=scope.batch_sizes), times, scope, costs)
         head = self.drafter if isinstance(self.drafter, DraftHead) else None
+        method = self.name.partition(":")[0] if head is None else head.method
+        most, lengths = max(scope.batch_sizes), measured_lengths(cells)
+        schedule = schedule_for_vllm(accepted, times, max_batch_size=most, context=workload.context, measured=lengths)
         return Plan(
             drafter=self.name,
             suite=suite.name,
@@ -109,22 +90,21 @@ class Planner:
                 seconds=budget.seconds,
                 seconds_used=round(budget.used, 2),
                 seconds_loading=round(budget.loading, 2),
-                num_prompts_given=self.num_given,
+                num_prompts_given=num_given,
                 max_new_tokens_given=measure.max_new_tokens,
                 left_out=budget.left_out,
             ),
-            vllm_schedule=self.vllm_schedule(accepted, times, scope, workload, cells),
+            vllm_schedule=schedule if method in (*VLLM.names, "ngram", "draft-model") else [],
             sglang_flags=for_sglang(cells, head),
             llamacpp_flags=for_llamacpp(cells, head),
         )
 
     def accept(self, suite: Suite, scope: Scope) -> list[Accepted]:
         """What the texts accept of each chain and tree."""
-        trees = named_trees(scope.trees, self.target, self.drafter)
-        settings = [*chains(self.drafter, scope.lengths), *trees]
+        settings = [*chains(self.drafter, scope.lengths), *named_trees(scope.trees, self.target, self.drafter)]
         rows = min(max(scope.batch_sizes), len(suite.prompts))
         how = replace(self.config.measure, max_new_tokens=scope.tokens, batch_size=rows)
-        with doing(f"decoding {suite.name}, for what it accepts of {self.words}", len(settings)) as tick:
+        with doing(f"decoding {suite.name}, for what it accepts of {drafter_words(self.name)}", len(settings)) as tick:
             return accepted_by(self.target, self.drafter, suite.prompts, settings, how, on_setting=tick)
 
     def time(self, accepted: Sequence[Accepted], suite: Suite, scope: Scope, workload: Workload) -> list[StepTime]:
@@ -136,7 +116,7 @@ class Planner:
         room = self.target.num_positions - max(map(most_new_tokens, timed))
         contexts = sorted({min(last, room)} if scope.is_quick else {min(first, room), min(last, room)})
         cells = len(scope.batch_sizes) * len(contexts)
-        with doing(f"timing rounds of {self.words}", NUM_PASSES * cells * len(timed)) as tick:
+        with doing(f"timing rounds of {drafter_words(self.name)}", NUM_PASSES * cells * len(timed)) as tick:
             return measure_step_times(
                 self.target,
                 self.drafter,
@@ -155,7 +135,7 @@ class Planner:
         verified by confidence, where the drafter estimates what is accepted."""
         chosen, measured = shortlist(cells), list[Cell]()
         num_choices = len({cell.setting for cell in cells}) + self.drafter.estimates
-        with doing(f"measuring {self.words}", len(scope.batch_sizes)) as tick:
+        with doing(f"measuring {drafter_words(self.name)}", len(scope.batch_sizes)) as tick:
             for number, size in enumerate(scope.batch_sizes):
                 here = [cell for cell in chosen if cell.batch_size == size]
                 if self.drafter.estimates:
@@ -170,13 +150,7 @@ class Planner:
         """A cell in which each row verifies the drafts that pay by its estimates; nothing is predicted of it."""
         longest = chains(self.drafter, scope.lengths)[-1]
         cost = relative_verify_cost(times, longest, batch_size=like.batch_size, context=like.context)
-        return replace(
-            like,
-            setting=replace(longest, verify_cost=cost),
-            predicted_speedup=None,
-            predicted_ci95=(None, None),
-            num_rounds=0,
-        )
+        return Cell(replace(longest, verify_cost=cost), like.batch_size, like.context, predicted_speedup=None)
 
     def measured(
         self, chosen: Sequence[Cell], scope: Scope, costs: Costs, *, seconds: float, num_choices: int

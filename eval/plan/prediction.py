@@ -202,18 +202,14 @@ def workload_times(
     return plain, drafted
 
 
-def steady_speedup(
-    setting: DraftSetting, length: float, times: StepTable, *, batch_size: float, context: float
-) -> float:
+def steady_speedup(accepted: Accepted, times: StepTable, *, batch_size: float, context: float) -> float:
     """Tokens per second with drafts over those without, all rows busy: what a server that refills its batch sees.
 
     acceptance_length * baseline step / round: the speed model of Leviathan et al. 2023, section 3.3, with measured
     terms in place of its cost coefficient.
-
-    Args: length: acceptance_length.
     """
     base = times.at(None, batch_size=batch_size, context=context)
-    return length * base.round_ms / times.at(setting, batch_size=batch_size, context=context).round_ms
+    return accepted.length * base.round_ms / times.at(accepted.setting, batch_size=batch_size, context=context).round_ms
 
 
 def predict_cells(
@@ -235,9 +231,8 @@ def shortlist(cells: Sequence[Cell]) -> list[Cell]:
     """The cells worth measuring: at each batch size up to MOST_FINALISTS, none predicted far below the best; the best
     first."""
     chosen = []
-    for size in sorted({cell.batch_size for cell in cells}):
-        here = [(cell.predicted_speedup or 0.0, cell) for cell in cells if cell.batch_size == size]
-        here.sort(key=lambda pair: -pair[0])
+    for _, group in sorted(grouped(cells, lambda cell: cell.batch_size).items()):
+        here = sorted(((cell.predicted_speedup or 0.0, cell) for cell in group), key=lambda pair: -pair[0])
         least = here[0][0] * (1 - MOST_ERROR)
         chosen += [cell for speedup, cell in here[:MOST_FINALISTS] if speedup >= least]
     return chosen

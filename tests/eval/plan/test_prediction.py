@@ -75,7 +75,7 @@ def test_rows_that_have_ended_are_not_charged():
 
 def test_busy_rows_give_leviathans_formula():
     one = accepted(2, 3)
-    speedup = steady_speedup(one.setting, one.length, Times(), batch_size=4, context=9)
+    speedup = steady_speedup(one, Times(), batch_size=4, context=9)
     assert speedup == pytest.approx(3 * 10 / (10 + 8))
 
 
