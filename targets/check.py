@@ -6,6 +6,7 @@ longer than every window, chunk and choice of keys of the model; then only layer
 """
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from .prefill import read_prompts
 SHORT = 12  # tokens of the check if nothing in the model depends on the length
 BEHIND = 4  # tokens that are read behind the others, as a round
 LENGTHS = ("index_topk", "attention_chunk_size", "local_attention")  # config keys of such lengths, beside windows
+BLOCKS = ("index_topk_blocks", "index_block_size")  # whose product is such a length
 
 
 def has_values(weight: Tensor) -> bool:
@@ -97,15 +99,17 @@ def own_forward(target: Any, ids: Tensor, *, num_logits: int) -> Any:
 def check_text(target: Any) -> Tensor:
     """[1, T] tokens: more than any length on which the model's states may depend, within its context."""
     most = target.num_positions
-    given = [value for key, value in target.config.to_dict().items() if is_length(key) and type(value) is int]
-    num = min(max([0, *(length for length in given if length < most)]) + SHORT, most)
+    num = min(max([0, *(length for length in lengths(target.config).values() if length < most)]) + SHORT, most)
     numbers = torch.arange(num, device=target.device)
     return ((7 * numbers * numbers + 3 * numbers + 11) % target.vocab_size)[None]
 
 
-def is_length(key: str) -> bool:
-    """Whether a key of a config names a number of tokens beyond which attention changes."""
-    return key in LENGTHS or ("window" in key and "layers" not in key)
+def lengths(config: Any) -> dict[str, int]:
+    """The numbers of tokens in the config of a text model beyond which attention changes, by their keys."""
+    given: dict[str, Any] = config.to_dict()
+    found = {key: given[key] for key in given if key in LENGTHS or ("window" in key and "layers" not in key)}
+    found[" * ".join(BLOCKS)] = math.prod(getattr(config, key, None) or 0 for key in BLOCKS)
+    return {key: value for key, value in found.items() if type(value) is int and value}
 
 
 @contextmanager

@@ -14,6 +14,9 @@ def rope(rope_type: str = "default", **changes: Any) -> dict[str, Any]:
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
 LONGROPE = rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=32)
+MINISTRAL3 = rope(
+    "yarn", factor=16.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1
+)
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 6.0,
     "logits_scaling": 4.0,
@@ -44,7 +47,7 @@ ROTARY = {
     "mistral": kind("a sliding window in every layer"),
     "mistral_nowindow": kind("the same without a window, as published since v0.2", "mistral", sliding_window=None),
     "ministral": kind("windows in some layers, by layer_types", head_dim=16, layer_types=ALTERNATING),
-    "ministral3": kind("queries scaled by position", seed=1),
+    "ministral3": kind("queries scaled by position", seed=1, rope_parameters=MINISTRAL3),
     "qwen2": kind("biased queries, keys and values; tied table", seed=2, tie_word_embeddings=True),
     "qwen2_window": kind(
         "windows from a certain layer on", "qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
@@ -138,7 +141,7 @@ ROTARY = {
     "iquestcoder": kind("Llama under IQuest-Coder's name"),
     "jais2": kind("LayerNorm, squared ReLU, biases"),
     "diffllama": kind("the difference of two attentions"),
-    "doge": kind("a mask made from the values"),
+    "doge": kind("a mask made from the values, which keeps 16 keys", keep_window_size=WINDOW),
     "modernbert-decoder": kind("an encoder's layers, causal, with local attention"),
     "hrm_text": kind("two stacks that are applied several times", spreads=(0.2, 0.02)),
     "minicpm3": kind("latent attention with scaled embeddings, residuals, logits", num_key_value_heads=4, head_dim=8),

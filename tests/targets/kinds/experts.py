@@ -12,6 +12,7 @@ DOTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 SPARSE: dict[str, Any] = {"rotary_dim": 8, "dense_intermediate_size": 96}
+FLOOR = 9  # tokens from which on Llama 4 scales queries
 
 EXPERTS = {
     "mixtral": kind("softmax over the chosen experts"),
@@ -73,6 +74,12 @@ EXPERTS = {
     "hy_v3": kind("Hunyuan 3: sigmoid routing, a dense first layer"),
     "aria_text": kind("Aria's text model: shared experts in Llama layers", seed=1),
     "sarvam_moe": kind("GLM 4's experts under Sarvam's name"),
-    "llama4_text": kind("chunked attention, layers without positions, experts", attention_chunk_size=WINDOW),
-    "llama4_text_short": kind("texts within one attention chunk", "llama4_text", attention_chunk_size=256),
+    "llama4_text": kind(
+        "chunked attention, layers without positions, where queries are scaled by position, experts",
+        attention_chunk_size=WINDOW,
+        floor_scale=FLOOR,
+    ),
+    "llama4_text_short": kind(
+        "texts within one attention chunk", "llama4_text", attention_chunk_size=256, floor_scale=FLOOR
+    ),
 }

@@ -7,6 +7,8 @@ import torch
 from headstart.base.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.targets.caches.cache import SlotCache
+from headstart.targets.check import lengths
+from headstart.targets.layers.temperature import BY_BETA, FLOORS
 from headstart.targets.loading import TargetConfig, load_model
 from headstart.targets.target import Target
 from kinds import FAST, KINDS, without_recipe
@@ -37,6 +39,23 @@ def test_every_kind_does_what_the_record_says(name):
 def test_every_kind_is_recorded():
     assert list(RECORD.outcomes) == list(KINDS)
     assert set(FAST) <= KINDS.keys() and "bert" in without_recipe()
+
+
+def test_texts_are_longer_than_all_lengths_at_which_a_forward_changes():
+    """Windows, chunks, kept keys and the position from which on queries are scaled, of some kind of each type of model
+    that can be loaded; other kinds of it may show what short texts are."""
+    longest, shorter, longer = max(map(len, PROMPTS)) + NUM_NEW, set[tuple[str, str]](), set[tuple[str, str]]()
+    for name, kind in KINDS.items():
+        if kind.model_type not in CONFIG_MAPPING or {"transformers", "load"} & RECORD.outcomes[name].keys():
+            continue
+        config = kind.config().get_text_config()
+        found = lengths(config) | {key: getattr(config, key, None) or 0 for key in FLOORS}
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get(BY_BETA):
+            found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        for key, number in found.items():
+            (shorter if number < longest else longer).add((config.model_type, key))
+    assert longer - shorter == set()
 
 
 def test_nothing_is_wrong_or_crashes():

@@ -7,7 +7,7 @@ these are what published models have and the usual tiny config has not.
 from dataclasses import replace
 from typing import Any
 
-from dense import GRANITE, rope
+from dense import GRANITE, MINISTRAL3, rope
 from kind import SIZES, Kind, kind, wrapper
 
 ODD: dict[str, Any] = {
@@ -28,7 +28,7 @@ CASES: dict[str, Kind] = {
     "llama_scaled": kind("", "llama", rope_parameters=SCALED, tie_word_embeddings=True),
     "mistral": kind("", "mistral"),
     "ministral": kind("", "ministral", head_dim=20, layer_types=MIXED),
-    "ministral3_scaled": kind("", "ministral3", seed=1),
+    "ministral3_scaled": kind("", "ministral3", seed=1, rope_parameters=MINISTRAL3),
     "qwen2_late_window": kind("", "qwen2", use_sliding_window=True, max_window_layers=3),
     "qwen3_mixed": kind("", "qwen3", use_sliding_window=True, layer_types=NOT_LAST),
     "gemma2": kind("", "gemma2", query_pre_attn_scalar=20, layer_types=MIXED),

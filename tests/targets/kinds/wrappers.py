@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from dense import ALTERNATING, NOT_PER_LAYER, rope
+from dense import ALTERNATING, MINISTRAL3, NOT_PER_LAYER, rope
+from experts import FLOOR
 from kind import WINDOW, kind, wrapper
 from latent import EVERY_HEAD, MISTRAL4
 from recurrent import CONVOLUTIONS
@@ -95,7 +96,11 @@ WRAPPERS = {
         image_token_index=500,
     ),
     "mistral3_ministral3": wrapper(
-        "Pixtral before Ministral 3", "mistral3", kind("", "ministral3"), vision_config=PIXTRAL, image_token_index=500
+        "Pixtral before Ministral 3",
+        "mistral3",
+        kind("", "ministral3", rope_parameters=MINISTRAL3),
+        vision_config=PIXTRAL,
+        image_token_index=500,
     ),
     "mistral4": wrapper(
         "Pixtral before Mistral 4's latent attention",
@@ -122,7 +127,7 @@ WRAPPERS = {
     "llama4_full": wrapper(
         "Llama 4 as published",
         "llama4",
-        kind("", "llama4_text", attention_chunk_size=WINDOW),
+        kind("", "llama4_text", attention_chunk_size=WINDOW, floor_scale=FLOOR),
         part="language_model",  # in transformers 5.24 the whole ends in an AttributeError without images
         vision_config={**TOWER, "intermediate_size": 128}
         | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
