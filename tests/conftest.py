@@ -30,10 +30,12 @@ from headstart.targets.check import check_target
 from headstart.targets.target import Target
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -93,7 +95,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_neox": lambda **k: GPTNeoXConfig(**k),
     "qwen3_moe": lambda **k: Qwen3MoeConfig(**EXPERTS, **k),
 }
-RECURRENT: dict[str, Callable[..., Any]] = {  # not among the families that tests run through
+OTHERS: dict[str, Callable[..., Any]] = {  # not among the families that tests run through
     "qwen3_5": lambda **k: Qwen3_5TextConfig(
         num_key_value_heads=2,
         head_dim=16,
@@ -104,13 +106,21 @@ RECURRENT: dict[str, Callable[..., Any]] = {  # not among the families that test
         linear_value_head_dim=8,
         **k,
     ),
+    "olmo2": lambda **k: Olmo2Config(num_key_value_heads=2, **k),
+    "cohere2": lambda **k: Cohere2Config(
+        num_key_value_heads=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * (k["num_hidden_layers"] // 2),
+        tie_word_embeddings=False,
+        **k,
+    ),
 }
 
 
 def make_model(family: str, **changes: Any) -> PreTrainedModel:
     """A random model of a family whose greedy text does not collapse into one repeated token."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config((FAMILIES | RECURRENT)[family](**{**SIZES, **changes}))
+    model = AutoModelForCausalLM.from_config((FAMILIES | OTHERS)[family](**{**SIZES, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

@@ -87,11 +87,16 @@ def test_greedy_text_is_that_of_transformers(architecture, drafter, tree, rows, 
 
 @pytest.fixture(scope="module")
 def narrow_of(tiny_model):
-    """narrow_of(name): a target in bf16 that the kernels decode, and a head of that family, untrained."""
-    target = Target.of(tiny_model("llama", vocab_size=VOCABULARY).to(torch.bfloat16), name="narrow", fingerprint="")
+    """narrow_of(architecture, name): a target in bf16 that the kernels decode, and a head of that family, untrained."""
 
     @cache
-    def make(name):
+    def target_of(architecture):
+        model = tiny_model(architecture, vocab_size=VOCABULARY).to(torch.bfloat16)
+        return Target.of(model, name=f"narrow-{architecture}", fingerprint="")
+
+    @cache
+    def make(architecture, name):
+        target = target_of(architecture)
         return target, untrained(name, target).to(torch.bfloat16)
 
     return make
@@ -99,18 +104,27 @@ def narrow_of(tiny_model):
 
 SETS = supported_sets()
 SET_CASES = [
-    (SETS[(i + j) % len(SETS)], name, tree, [1, 8][(i + j) % 2])
+    ("llama", SETS[(i + j) % len(SETS)], name, tree, [1, 8][(i + j) % 2])
     for i, name in enumerate(sorted(HEADS))
+    for j, tree in enumerate(TREES)
+]
+# windows, norms elsewhere, parallel layers: in every set with every tree; the heads take turns
+SET_CASES += [
+    (architecture, instructions, sorted(HEADS)[(3 * i + j + k) % len(HEADS)], tree, [1, 8][(i + j) % 2])
+    for k, architecture in enumerate(["gemma3", "olmo2", "cohere2"])
+    for i, instructions in enumerate(SETS)
     for j, tree in enumerate(TREES)
 ]
 
 
-@pytest.mark.fast_only(name=["eagle3"])  # once in every set, with every tree
-@pytest.mark.parametrize(("instructions", "name", "tree", "batch_size"), SET_CASES)
-def test_on_every_instruction_set_drafts_change_no_bit(instructions, name, tree, batch_size, narrow_of, monkeypatch):
+@pytest.mark.fast_only(architecture=["llama"], name=["eagle3"])  # once in every set, with every tree
+@pytest.mark.parametrize(("architecture", "instructions", "name", "tree", "batch_size"), SET_CASES)
+def test_on_every_instruction_set_drafts_change_no_bit(
+    architecture, instructions, name, tree, batch_size, narrow_of, monkeypatch
+):
     """In bf16, where a product that depended on its neighbours would soon change a text."""
     monkeypatch.setenv("HEADSTART_CPU", instructions)
-    target, head = narrow_of(name)
+    target, head = narrow_of(architecture, name)
     assert isinstance(target.decoder, CpuDecoder)
     head.pack()
     source = torch.Generator().manual_seed(7)
