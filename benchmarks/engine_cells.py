@@ -259,7 +259,7 @@ def timed_figures(timer: TimedCell) -> store.Figures:
     base, size = timer.baseline, len(timer.rows)
     steps = [step.round_ms for step in timer.plain]
     kept = size * cache_bytes(timer.target, base.context + NUM_ROUNDS // 2)
-    read = weight_bytes(timer.target, num_rows=size) + kept
+    read = weight_bytes(timer.target, num_tokens=size) + kept
     figures: store.Figures = {
         "baseline_ms": spread(steps),
         "baseline_tokens_per_second": spread(1000 * size / step for step in steps),

@@ -15,6 +15,9 @@ from ..decoding.replay import Stopwatch
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}  # far larger than caches
 NUM_COPIES = 3
+# config keys, in a model's words: routed experts of a layer, and those that a token picks
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+PICKED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
@@ -43,29 +46,35 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / statistics.median(seconds[1:])  # the first touches fresh pages
 
 
-def weight_bytes(target: Target, *, num_rows: int = 1) -> float:
-    """Bytes of weights that one decode step of num_rows rows reads.
+def weight_bytes(target: Target, *, num_tokens: int = 1) -> float:
+    """Bytes of weights that one forward over num_tokens new tokens reads, of all rows together; of a skeleton too.
 
-    Counts all parameters once, except embedding tables, of which a step reads one row per token; a table tied to the
-    output layer is read completely. Of routed experts (parameters below a module `experts`) it counts the expected
-    share if each row picks k of E uniformly: 1 - (1 - k / E) ** num_rows. Routers and shared experts count fully.
+    Counts what reads text, each parameter once, except embedding tables, of which a step reads one row per token; a
+    table tied to the output layer is read completely. Of routed experts (parameters below a module `experts`) it counts
+    the expected share if each token picks k of E uniformly: 1 - (1 - k / E) ** num_tokens. Routers and shared experts
+    count fully.
     """
-    model = target.model
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables.discard(id(target.output_layer.weight))
-    share = 1 - (1 - experts_per_token(target.config)) ** num_rows
-    total = 0.0
-    for name, parameter in model.named_parameters():  # a tied one is named once
-        if id(parameter) not in tables:
+    tables = {id(module.weight) for module in target.base.modules() if isinstance(module, nn.Embedding)}
+    share = 1 - (1 - experts_per_token(target.config)) ** num_tokens
+    output = {id(parameter): parameter.nbytes for parameter in target.output_layer.parameters()}
+    total = float(sum(output.values()))
+    for name, parameter in target.base.named_parameters():  # a tied one is named once
+        if id(parameter) not in tables and id(parameter) not in output:
             total += parameter.nbytes * (share if "experts" in name.split(".") else 1)
     return total
 
 
 def experts_per_token(config: Any) -> float:
-    """k / E of a mixture of experts; 1 for a dense model."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return config.num_experts_per_tok / num_experts if num_experts else 1.0
+    """k / E of a mixture of experts; 1 for a dense model, and where its config does not say."""
+
+    def said(names: Sequence[str]) -> Any:
+        places = (config, getattr(config, "ffn_config", None))  # DBRX has a config of its own for its experts
+        return next((value for place in places for name in names if (value := getattr(place, name, None))), None)
+
+    num, picked = said(EXPERTS), said(PICKED)
+    if isinstance(picked, list):  # by layer
+        picked = statistics.mean(picked)
+    return min(picked / num, 1.0) if num and picked else 1.0
 
 
 def cache_bytes(target: Target, context: int) -> int:
@@ -98,7 +107,7 @@ def baseline_bandwidth(
     """
     num_bytes = seconds = 0.0
     for prompts, runs in batches:
-        weights = weight_bytes(target, num_rows=len(prompts))
+        weights = weight_bytes(target, num_tokens=len(prompts))
         for run in runs:
             contexts = [len(prompt) + 1 for prompt in prompts]  # the prefill's token is read by the first step
             for step in run.rounds[1:]:

@@ -25,6 +25,7 @@ from ...engines.servers.setting import OURS
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.replay import default_steps
 from ...eval.drafters.registry import set_window
+from ...eval.figures.bandwidth import weight_bytes
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.disturbance import MOST_OTHERS, ProcessorMeter
 from ...eval.measurement.step_times import TimedCell, interpolate, repeated_text
@@ -34,7 +35,7 @@ from ...eval.report.results.drafter_words import drafter_words
 from ...eval.suites.prompts import load_suite
 from ...heads.base import DraftBatch, DraftHead
 from ...heads.start.closed_form import num_fitted
-from ...heads.stored.fit import build_skeleton_head, target_size
+from ...heads.stored.fit import build_skeleton_head
 from ...targets.cpu.build import multiplies_bf16
 from ...targets.cpu.packing import pack_linears
 from ...targets.loading import TargetConfig, load_tokenizer
@@ -262,17 +263,19 @@ def served_costs(
     skeleton: Target, head: DraftHead, token_seconds: float, *, num_rows: int, step_seconds: float
 ) -> list[RoundCost]:
     """Estimated costs of rounds in a server, which is limited by reading weights: a pass of the head takes as much of a
-    step as its weights are of the target's, and a token that is verified as long as one of a prompt.
+    step as its weights are of those that the step reads, and a token that is verified as long as one of a prompt. Of a
+    mixture of experts, the tokens that are verified wake more of them than a step does, whose weights are read too.
 
     Args: token_seconds: of a prompt, in the server. num_rows, step_seconds: of a step without drafts."""
-    size, num_weights = target_size(skeleton), sum(parameter.numel() for parameter in head.parameters())
+    num_weights = sum(parameter.numel() for parameter in head.parameters())
     if not any(len(parameter) == head.num_drafted for parameter in head.parameters() if parameter.ndim):
         num_weights += skeleton.output_layer.weight.numel()  # it has no output layer of its own
-    read = size.layers + max(size.embedding, size.output)  # of a tied table, the embedding's bytes
+    read = weight_bytes(skeleton, num_tokens=num_rows)  # by a step without drafts
     drafting = num_weights * skeleton.dtype.itemsize / read
     verifying = num_rows * token_seconds / step_seconds
     passes = {length: 1 if head.max_draft_tokens else length for length in lengths(head)}
-    return [RoundCost(k, round(1 + num * drafting + k * verifying, 4)) for k, num in passes.items()]
+    reading = {k: weight_bytes(skeleton, num_tokens=num_rows * (k + 1)) / read for k in passes}
+    return [RoundCost(k, round(reading[k] + num * drafting + k * verifying, 4)) for k, num in passes.items()]
 
 
 def lengths(head: DraftHead) -> list[int]:

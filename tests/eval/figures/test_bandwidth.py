@@ -1,6 +1,7 @@
 """Bytes of a decode step as counted by hand on the tiny targets, and a copy that tells the machine's bandwidth."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headstart.eval.figures.bandwidth import (
     baseline_bandwidth,
     cache_bytes,
     copy_bandwidth,
+    experts_per_token,
     weight_bytes,
 )
 from headstart.eval.measurement.measure import measure
@@ -22,6 +24,8 @@ from headstart.eval.measurement.summary import unmeasured
 from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.report.results.document import build_report
 from headstart.eval.suites.prompts import Suite
+from headstart.targets.loading import TargetConfig
+from headstart.targets.skeleton import load_skeleton
 from headstart.targets.target import Target
 from transformers import AutoModelForCausalLM, BambaConfig
 
@@ -59,12 +63,35 @@ def test_weights_are_all_but_what_a_step_leaves_unread(family, num_parameters, t
     assert weight_bytes(tiny_target(family)) == 4 * num_parameters
 
 
-def test_rows_read_the_experts_that_any_of_them_picks(tiny_target):
-    """2 of 4 for one row, 3 expected for two, 3.5 for three; a dense target reads the same for any number."""
+def test_tokens_read_the_experts_that_any_of_them_picks(tiny_target):
+    """2 of 4 for one token, 3 expected for two, 3.5 for three; a dense target reads the same for any number."""
     target = tiny_target("qwen3_moe")
-    for num_rows, experts in ((1, 2), (2, 3), (3, 3.5)):
-        assert weight_bytes(target, num_rows=num_rows) == 4 * (QWEN3_MOE + 4 * experts * EXPERT)
-    assert weight_bytes(tiny_target("llama"), num_rows=7) == 4 * LLAMA
+    for num_tokens, experts in ((1, 2), (2, 3), (3, 3.5)):
+        assert weight_bytes(target, num_tokens=num_tokens) == 4 * (QWEN3_MOE + 4 * experts * EXPERT)
+    assert weight_bytes(tiny_target("llama"), num_tokens=7) == 4 * LLAMA
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, 0.25),
+        ({"num_experts": 8, "top_k_experts": 4}, 0.5),  # Gemma 4
+        ({"moe_num_experts": 8, "moe_topk": 2}, 0.25),  # Aria
+        ({"num_experts": 8, "num_experts_per_tok": [2, 4]}, 0.375),  # Hunyuan, by layer
+        ({"ffn_config": SimpleNamespace(moe_num_experts=8, moe_top_k=2)}, 0.25),  # DBRX
+        ({"num_experts": 8}, 1),
+        ({"num_experts": None, "top_k_experts": None}, 1),
+    ],
+)
+def test_the_experts_that_a_token_picks_are_known_in_the_words_of_each_config(said, share):
+    assert experts_per_token(SimpleNamespace(**said)) == share
+
+
+def test_a_skeleton_reads_as_much(tiny_target, tmp_path):
+    target = tiny_target("qwen3_moe")
+    target.model.save_pretrained(tmp_path)
+    skeleton = load_skeleton(TargetConfig(path=str(tmp_path)))
+    assert weight_bytes(skeleton, num_tokens=3) == weight_bytes(target, num_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +121,8 @@ def test_a_recurrent_layer_is_read_whole_whatever_the_context(tiny_target):
 
 def test_a_step_reads_the_weights_once_and_a_cache_per_row(tiny_target):
     target = tiny_target("llama")
-    assert weight_bytes(target) == weight_bytes(target, num_rows=3) == 4 * LLAMA and cache_bytes(target, 20) == 20 * 512
+    assert weight_bytes(target) == weight_bytes(target, num_tokens=3) == 4 * LLAMA
+    assert cache_bytes(target, 20) == 20 * 512
 
 
 def test_half_the_dtype_is_half_the_bytes(tiny_target):

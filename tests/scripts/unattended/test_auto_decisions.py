@@ -104,6 +104,21 @@ def test_rounds_in_a_server_are_estimated_by_its_rates(longest, width, lengths, 
     assert [cost.steps for cost in costs] == pytest.approx(expected, abs=1e-4)
 
 
+def test_verifying_in_a_server_wakes_more_experts_than_a_step(tiny_target):
+    """Of 4 experts a token picks 2: a step of a row reads half of them, a round with k drafts 1 - 1 / 2 ** (k + 1)."""
+    target = tiny_target("qwen3_moe")
+    head: Any = SimpleNamespace(parameters=lambda: iter([torch.zeros(61, 100)]), num_drafted=61, max_draft_tokens=5)
+    head.num_depths, head.default_draft_tokens = 3, 5
+    costs = served_costs(target, head, 0.001, num_rows=1, step_seconds=0.02)
+    named = [(name, parameter.numel()) for name, parameter in target.model.named_parameters() if "embed" not in name]
+    experts = sum(size for name, size in named if "experts" in name)
+    others = sum(size for _, size in named) - experts
+    step, more = others + experts / 2, {k: (1 / 2 - 1 / 2 ** (k + 1)) * experts for k in (1, 3, 5)}
+    expected = [1 + more[k] / step + 6100 / step + 0.05 * k for k in more]
+    assert [cost.steps for cost in costs] == pytest.approx(expected, abs=1e-4)
+    assert more[5] / step > 0.1, "or it would not show"
+
+
 def test_time_that_was_used_before_a_kill_counts(tmp_path):
     (tmp_path / "clock.json").write_text('{"seconds": 40.0}')
     assert 59 < Clock(tmp_path / "clock.json", 100).left <= 60
