@@ -7,21 +7,24 @@ import torch
 from headstart.base.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.targets.caches import cache as caches
-from headstart.targets.check import SHORT, check_text
+from headstart.targets.check import SHORT, check_text, lengths
 from headstart.targets.layers.documents import Documents
 from headstart.targets.layers.target_output import TargetOutput
 from headstart.targets.target import Target
 from transformers import (
     AutoModelForImageTextToText,
+    DogeConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxM3VLTextConfig,
     RwkvConfig,
     RwkvForCausalLM,
     xLSTMConfig,
@@ -66,6 +69,19 @@ def test_a_fault_in_trees_alone_leaves_chains(tiny_target, monkeypatch):
 @pytest.mark.parametrize(("family", "length"), [("llama", SHORT), ("mistral", 8 + SHORT), ("gemma3", 8 + SHORT)])
 def test_the_text_is_longer_than_every_window(family, length, tiny_target):
     assert check_text(tiny_target(family)).shape == (1, length)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (DogeConfig(), {"keep_window_size": 2048}),
+        (Llama4TextConfig(), {"attention_chunk_size": 8192}),
+        (MiniMaxM3VLTextConfig(), {"index_topk_blocks * index_block_size": 16 * 128}),
+        (LlamaConfig(), {}),
+    ],
+)
+def test_lengths_at_which_attention_changes_are_found_under_every_name(config, found):
+    assert lengths(config) == found
 
 
 SIZES: dict[str, Any] = {
