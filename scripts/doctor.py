@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..base.errors import BadInput
 from ..configs.loader import read_config, shipped
-from .evaluating.engine_options import EngineArgs
+from .evaluating.engine_options import EngineArgs, check_numbers
 
 USUAL = 80e9  # bytes of a GPU, where none is here or named
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -28,10 +28,10 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="As it would run on CPUs, over gloo.")] = False,
     target: Annotated[str, typer.Option(help="Instead: which ways of training fit this model.")] = "",
     gpus: Annotated[
-        int, typer.Option(help="With --target: GPUs of a machine.", min=0, show_default="this one's, or 1")
+        int, typer.Option(help="With --target: GPUs of a machine.", min=0, max=1024, show_default="this one's, or 1")
     ] = 0,
     memory: Annotated[
-        float, typer.Option(help="With --target: GB of each.", min=0, show_default="this one's, or 80")
+        float, typer.Option(help="With --target: GB of each.", min=0, max=1e6, show_default="this one's, or 80")
     ] = 0.0,
     engine_args: EngineArgs = "",
 ) -> None:
@@ -51,6 +51,7 @@ def doctor(
     """
     from .training_ways import show_ways
 
+    check_numbers(memory=memory)
     console, machine = Console(), this_machine()
     if target:
         num, size = gpus or len(machine.gpus) or 1, memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=USUAL)

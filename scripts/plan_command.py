@@ -13,10 +13,19 @@ from ..base.errors import BadInput
 from ..base.files import write_json
 from ..base.terminal import PlainConsole
 from ..configs.loader import PACKAGE_CONFIGS
-from .evaluating.engine_options import DraftWindowText, EngineArgs, EngineName, EnginePython, engine_of
+from .evaluating.engine_options import (
+    MOST_NEW,
+    MOST_ROWS,
+    DraftWindowText,
+    EngineArgs,
+    EngineName,
+    EnginePython,
+    check_numbers,
+    engine_of,
+)
 
 GENERAL_PROMPTS = str(PACKAGE_CONFIGS / "prompts" / "general.jsonl")
-SECONDS = 60.0  # for all but loading the target
+SECONDS, LONGEST = 60.0, 86_400.0  # for all but loading the target; at most a day
 
 
 def plan(
@@ -32,8 +41,10 @@ def plan(
     num_draft_tokens: Annotated[list[int] | None, Option(help="K. Repeatable. [default: 1 to 8]", min=1)] = None,
     draft_window: DraftWindowText = "",
     tree: Annotated[list[str] | None, Option(help="dynamic:NODES; none. [default: dynamic:8, dynamic:16]")] = None,
-    batch_size: Annotated[list[int] | None, Option(help="Repeatable. [default: 1, 4, 16]", min=1)] = None,
-    max_new_tokens: Annotated[int, Option(help="Tokens per answer, at most.", min=2)] = 128,
+    batch_size: Annotated[
+        list[int] | None, Option(help="Repeatable. [default: 1, 4, 16]", min=1, max=MOST_ROWS)
+    ] = None,
+    max_new_tokens: Annotated[int, Option(help="Tokens per answer, at most.", min=2, max=MOST_NEW)] = 128,
     limit: Annotated[int, Option(help="At most N prompts, spread evenly over the file.", min=1)] = 32,
     temperature: Annotated[float, Option(help="0 is greedy.", min=0.0)] = 0.0,
     seconds: Annotated[
@@ -42,6 +53,7 @@ def plan(
             help="For all but loading the target, at most: fewer prompts and settings where need be. Our own engine's "
             "alone; a server takes --limit and fewer K. [default: 60]",
             min=1.0,
+            max=LONGEST,
         ),
     ] = None,
     dtype: Annotated[str, Option(help="As for `headstart eval`.")] = "",
@@ -87,11 +99,15 @@ def plan(
     from .plan_screen import show_plan, write_plan_page
     from .plan_served import plan_in_server
 
+    check_numbers(seconds=seconds)
     if bool(head) == bool(drafter):
         raise BadInput("give one of --head and --drafter")
     spec = f"head:{head}" if head else drafter
     sizes, lengths = sorted(set(batch_size or (1, 4, 16))), num_draft_tokens or range(1, 9)
     by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
+    trees = None if tree is None else [name for name in tree if name != "none"]
+    measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
+    config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)
     files = [prompts or GENERAL_PROMPTS]
     wanted = WantedSuites.of(files, [], Path("suites"), system=system, thinking=thinking, told="")
     if not by.is_ours:
@@ -113,14 +129,11 @@ def plan(
         )
         return plan_in_server(servers, asked, lengths, output, settings, limit=limit, overwrite=overwrite)
     check_window(draft_window, parse_drafter(spec)[0])
-    trees = None if tree is None else [name for name in tree if name != "none"]
     for name in trees or []:
         parse_tree(name)
         if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
             raise BadInput(f"--tree {name}: look-ups draft chains")
     wanted.check(limit=None)
-    measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
-    config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)
     device = device or default_device()
     config.measure.steps = default_steps(torch_device(device))
     if not prompts:

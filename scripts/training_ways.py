@@ -57,8 +57,8 @@ class ServerSize:
         from ..targets.weights.stored import stored_tensors
 
         parser = argparse.ArgumentParser(prog="headstart doctor --engine-args", add_help=False, usage=argparse.SUPPRESS)
-        parser.add_argument("--max-num-seqs", type=int, default=AT_ONCE)
-        parser.add_argument("--max-model-len", type=int, default=DataConfig.max_length)
+        parser.add_argument("--max-num-seqs", type=whole, default=AT_ONCE)
+        parser.add_argument("--max-model-len", type=whole, default=DataConfig.max_length)
         parser.add_argument("--kv-cache-dtype")
         told, others = parser.parse_known_args(shlex.split(arguments))
         weights = sum(parameter.nbytes for parameter in skeleton.model.parameters())
@@ -155,6 +155,13 @@ class Ways:
         visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(serving, num)))}"
         name = f"vLLM on {serving} of the GPUs gives states while {left} train"
         return Way(name, {"vLLM's part": part, "training": self.without_layers}, [serve, f"{visible} {train}"])
+
+
+def whole(text: str) -> int:
+    """A number of rows or tokens, as a flag of a server has it. Raises ValueError."""
+    if not 1 <= int(text) <= 2**31 - 1:
+        raise ValueError
+    return int(text)
 
 
 def started(command: str, num_processes: int) -> str:

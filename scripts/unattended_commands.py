@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.errors import BadInput
-from .evaluating.engine_options import DraftWindowText, EngineArgs, EngineName, EnginePython, engine_of
+from .evaluating.engine_options import (
+    LARGEST_SEED,
+    MOST_NEW,
+    MOST_ROWS,
+    DraftWindowText,
+    EngineArgs,
+    EngineName,
+    EnginePython,
+    engine_of,
+)
 
 if TYPE_CHECKING:
     from ..engines.servers.setting import EngineSetting
@@ -16,7 +25,9 @@ RUN, TRAFFIC, HEAD, MACHINE = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Run", "Traffic", "Head and traffic", "Machine")
 )
 
-Seed = Annotated[int, RUN(help="Seed of the split into held-out and training rows, and of training.", min=0)]
+Seed = Annotated[
+    int, RUN(help="Seed of the split into held-out and training rows, and of training.", min=0, max=LARGEST_SEED)
+]
 Dtype = Annotated[
     str,
     MACHINE(help="Of the target: float32, bfloat16, float16 or auto; default: as for `headstart eval`."),
@@ -27,7 +38,8 @@ Launcher = Annotated[
     str, MACHINE(help="Command that starts training on several devices: 'accelerate launch --config_file FILE'.")
 ]
 Concurrency = Annotated[
-    list[int] | None, RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size, else 1]", min=1)
+    list[int] | None,
+    RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size, else 1]", min=1, max=MOST_ROWS),
 ]
 
 
@@ -37,7 +49,7 @@ def auto(
     prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
     chats: Annotated[str, TRAFFIC(help="More training rows, JSONL, with answers that this target wrote.")] = "",
     adapter: Annotated[str, TRAFFIC(help="Folder of a LoRA adapter (peft) of the target; with --engine vllm.")] = "",
-    max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2)] = 128,
+    max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2, max=MOST_NEW)] = 128,
     draft_window: DraftWindowText = "",
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 20m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for auto.html, auto.json and everything else that the run writes.")],
@@ -45,7 +57,7 @@ def auto(
     engine_python: EnginePython = "",
     engine_args: EngineArgs = "",
     concurrency: Concurrency = None,
-    batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1)] = 1,
+    batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1, max=MOST_ROWS)] = 1,
     seed: Seed = 0,
     dtype: Dtype = "",
     device: Device = "",

@@ -9,6 +9,7 @@ from ...heads.drafting.trees import DynamicTree, SampledChain, Tree
 from ...targets.target import Target
 
 TREE_NAMES = ("chain", "dynamic", "sampled-chain")
+MOST_NODES = 1024  # of a dynamic tree
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...base.errors import BadInput
 
 BLOCK = 128  # tokens whose probabilities are summed at once when a token is sampled
+LEAST_TEMPERATURE = 1e-6  # above 0; logits divided by far less are not finite
 GOLDEN, MULTIPLIERS = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, as int64
 
 
@@ -33,8 +34,8 @@ class Sampling:
         return self.temperature == 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise BadInput(f"temperature {self.temperature}: expected 0 or more")
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise BadInput(f"temperature {self.temperature}: expected 0 (greedy), or {LEAST_TEMPERATURE} or more")
         if not self.top_k >= 0 or self.top_k != int(self.top_k):
             raise BadInput(f"top_k {self.top_k}: expected a whole number, 0 (off) or more")
         if not 0 < self.top_p <= 1:

@@ -21,6 +21,8 @@ from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model, 
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
 
+MOST_NGRAM = 64  # tokens; every text keeps all of its n-grams up to that length
+
 
 def draft_model(target: Target, path: str) -> Drafter:
     model = load_draft_model(path, target)
@@ -89,8 +91,8 @@ def parse_drafter(spec: str) -> tuple[str, str]:
     wanted = DRAFTERS[name].argument
     if (argument and not wanted) or (not argument and DRAFTERS[name].needs_path):
         raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
-    if argument and wanted == "MAX" and not (argument.isdecimal() and int(argument) > 0):
-        raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 on")
+    if argument and wanted == "MAX" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
+        raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 to {MOST_NGRAM}")
     if name in HEADS_BEHIND:
         head_record(argument.partition(":")[0])
     if name == "draft-model":

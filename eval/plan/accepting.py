@@ -8,7 +8,7 @@ import torch
 from ...base.errors import BadInput
 from ...heads.drafting.drafter import Drafter
 from ...targets.target import Target
-from ..decoding.draft_setting import DraftSetting, named_tree
+from ..decoding.draft_setting import MOST_NODES, DraftSetting, named_tree
 from ..figures.metrics import acceptance
 from ..measurement.passes import pass_seed
 from ..proof.config import MeasureConfig
@@ -32,8 +32,8 @@ def named_trees(specs: Sequence[str], target: Target, drafter: Drafter) -> list[
 def parse_tree(spec: str) -> int:
     """The number of nodes of `dynamic:16`. Raises BadInput on another name or number."""
     name, _, number = spec.partition(":")
-    if name != "dynamic" or not number.isdecimal() or int(number) < 1:
-        raise BadInput(f"--tree {spec}: expected dynamic:NODES")
+    if name != "dynamic" or not number.isdecimal() or not 1 <= int(number) <= MOST_NODES:
+        raise BadInput(f"--tree {spec}: expected dynamic:NODES, of 1 to {MOST_NODES}")
     return int(number)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..measurement.step_times import StepTime
-from ..proof.config import MeasureConfig
+from ..proof.config import MeasureConfig, check_length
 from .engine_settings import ScheduleRange
 from .prediction import Accepted, Cell, CheckSummary, RecommendedCell
 
@@ -21,6 +21,10 @@ class PlanConfig:
     lengths: Sequence[int] = tuple(range(1, 9))  # K of chains
     trees: Sequence[str] | None = None  # dynamic:NODES; None: DEFAULT_TREES, where the drafter drafts trees
     batch_sizes: Sequence[int] = (1, 4, 16)
+
+    def __post_init__(self) -> None:
+        for length in self.lengths:
+            check_length(length, self.measure.max_new_tokens)
 
     @property
     def num_shapes(self) -> int:

@@ -11,6 +11,13 @@ from ..decoding.verify import ACCEPT_RULES, AcceptRule
 SHORT_ANSWER = 64  # tokens; drafts as long may be measured with shorter answers too
 
 
+def check_length(num_draft_tokens: int, max_new_tokens: int) -> None:
+    """Raises BadInput on a chain far longer than an answer, whose drafts could never be used."""
+    most = max(SHORT_ANSWER, max_new_tokens)
+    if num_draft_tokens > most:
+        raise BadInput(f"num_draft_tokens {num_draft_tokens}: at most {most}, an answer's tokens (max_new_tokens)")
+
+
 @dataclass(kw_only=True)
 class MeasureConfig:
     """How to measure."""
@@ -31,10 +38,9 @@ class MeasureConfig:
         for name, value in (("batch_size", self.batch_size), ("num_repeats", self.num_repeats)):
             if value < 1:
                 raise BadInput(f"{name} {value}: expected at least 1")
-        most = max(SHORT_ANSWER, self.max_new_tokens)
-        if self.setting is not None and self.setting.num_draft_tokens > most:
-            length = self.setting.num_draft_tokens
-            raise BadInput(f"num_draft_tokens {length}: at most {most}, an answer's tokens (max_new_tokens)")
+        _ = self.sampling  # raises on what is out of range
+        if self.setting is not None:
+            check_length(self.setting.num_draft_tokens, self.max_new_tokens)
 
     @property
     def sampling(self) -> Sampling:

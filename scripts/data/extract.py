@@ -18,8 +18,8 @@ def extract(
     output: Annotated[Path, typer.Option(help="The folder to write; the same command goes on with it.")],
     overrides: Overrides = None,
     storage_dtype: Annotated[str, typer.Option(help="float32, bfloat16 or 8bit.")] = "8bit",
-    batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.")] = 8192,
-    shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.")] = 512 * 2**20,
+    batch_tokens: Annotated[int, typer.Option(help="Of one target forward, with padding.", min=1, max=2**20)] = 8192,
+    shard_bytes: Annotated[int, typer.Option(help="Of one shard, about.", min=1, max=2**36)] = 512 * 2**20,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
 ) -> None:
     """Write what training the head reads of the target: hidden states, in sharded safetensors with checksums.

@@ -19,6 +19,7 @@ from ...engines.servers.registry import SERVER_ENGINES, engine_at
 from ...engines.servers.setting import OURS, EngineSetting
 from ...eval.drafters.registry import check_window, parse_drafter
 from ...eval.measurement.resume import BatchStore
+from ...eval.proof.config import check_length
 from ...eval.report.results.drafter_words import served_words
 from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
@@ -32,13 +33,14 @@ from ...targets.loading import TargetConfig, default_device, load_tokenizer
 from ...targets.target import Target
 from ...targets.weights.served_adapter import ServedAdapter
 from ...targets.weights.stored import fingerprint_of_stored, stored_tensors
-from .engine_options import engine_of
+from .engine_options import MOST_ROWS, engine_of
 from .eval_drafts import own_length
 from .eval_run import warn
 
 HEADS = "served_heads"  # the folder in the output for heads as the engine reads them
 UNKNOWN, HEADROOM = range(2048), 64  # a prompt whose ids are not known here, and what a template may add
 ARRIVING = 16  # questions at once for which there is room where they arrive at a rate
+LEAST_RATE = 0.001  # a question in a quarter of an hour
 ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
 
 
@@ -66,8 +68,12 @@ class WantedServers:
             return
         if not self.engine.server and not self.served_by.can_start:
             raise BadInput(f"--engine {self.engine.name}: name it with --server URL and --baseline-server URL")
-        if any(not 0 < rate < inf for rate in self.rates) or any(number < 1 for number in self.concurrency):
-            raise BadInput("--rate, --concurrency: expected a number above 0")
+        for rate in self.rates:
+            if not LEAST_RATE <= rate < inf:
+                raise BadInput(f"--rate {rate}: expected arrivals per second, {LEAST_RATE} or more")
+        for number in self.concurrency:
+            if not 1 <= number <= MOST_ROWS:
+                raise BadInput(f"--concurrency {number}: expected 1 to {MOST_ROWS}")
 
     def loads(self) -> list[Load]:
         loads = [*map(Load, self.concurrency), *(Load(rate=rate) for rate in self.rates)]
@@ -102,6 +108,13 @@ class WantedMeasurement:
     baseline: str = ""  # what the other side drafts with, as a drafter; empty: nothing
     window: str = ""  # of heads, see `--draft-window`
     adapter: ServedAdapter | None = None  # of the target, on both sides
+
+    def __post_init__(self) -> None:
+        """Raises BadInput on a K far longer than an answer."""
+        specs = [*(f"head:{head}" for head in self.heads), *self.drafters, self.baseline]
+        for length in (self.num_draft_tokens, *(own_length(spec)[1] for spec in specs)):
+            if length is not None:
+                check_length(length, self.max_new_tokens)
 
 
 def evaluate_served(

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...base.errors import BadInput
-from .engine_options import WINDOW_HELP, EngineArgs, EngineName, EnginePython
+from .engine_options import LARGEST_SEED, MOST_NEW, MOST_ROWS, WINDOW_HELP, EngineArgs, EngineName, EnginePython
 
 if TYPE_CHECKING:
     from ...eval.decoding.verify import AcceptRule
@@ -90,15 +90,15 @@ def evaluate(
     turns: Annotated[
         str, PROMPTS(help="own or recorded: behind whose answers a chat goes on; recorded keeps what tools gave back.")
     ] = "own",
-    max_new_tokens: Annotated[int, DECODING(help="Tokens per answer, at most.", min=2)] = 128,
+    max_new_tokens: Annotated[int, DECODING(help="Tokens per answer, at most.", min=2, max=MOST_NEW)] = 128,
     temperature: Annotated[float, DECODING(help="0 is greedy; above, both sides sample.", min=0.0)] = 0.0,
     top_k: Annotated[int, DECODING(help="Sample among the K most probable tokens; 0: all.", min=0)] = 0,
     top_p: Annotated[float, DECODING(help="Sample within this share of probability; 1: all.")] = 1.0,
     stop: Annotated[list[str] | None, DECODING(help="A text that ends an answer. Repeatable.")] = None,
     accept: Annotated[str, DECODING(help="Which drafts are kept: exact, the lossless rule.")] = "exact",
-    seed: Annotated[int, DECODING(help="Seed of sampling.", min=0)] = 0,
+    seed: Annotated[int, DECODING(help="Seed of sampling.", min=0, max=LARGEST_SEED)] = 0,
     batch_size: Annotated[
-        list[int] | None, MEASURING(help="Rows at a time. Repeatable. [default: 1]", min=1, max=4096)
+        list[int] | None, MEASURING(help="Rows at a time. Repeatable. [default: 1]", min=1, max=MOST_ROWS)
     ] = None,
     repeats: Annotated[int, MEASURING(help="Timed passes per side.", min=1, max=1000)] = 3,
     steps: Annotated[
@@ -148,11 +148,12 @@ def evaluate(
     from ...base.owned import OwnedFolder
     from ...eval.decoding.draft_setting import chain
     from ...eval.decoding.replay import check_steps, default_steps
+    from ...eval.decoding.sampling import Sampling
     from ...eval.measurement.measure import Row
     from ...eval.measurement.result import Result
     from ...eval.measurement.resume import BatchStore
     from ...eval.measurement.turns import with_every_turn
-    from ...eval.proof.config import MeasureConfig
+    from ...eval.proof.config import MeasureConfig, check_length
     from ...eval.report.recommendation import is_lossless
     from ...targets.dtype import default_dtype
     from ...targets.loading import default_device, torch_device
@@ -162,6 +163,7 @@ def evaluate(
     from .eval_run import EvalRun, WantedSuites, report_all, telling_how_to_go_on, warn
     from .eval_served import WantedMeasurement, WantedServers, engine_or_running, evaluate_served
 
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises on what is out of range
     if temperature == 0 and (top_k or top_p < 1):
         raise BadInput("--top-k and --top-p choose what is sampled: they need --temperature above 0")
     program = engine_python if engine != "llama-server" or server else str(server_bin or "")
@@ -232,6 +234,8 @@ def evaluate(
         num_repeats=repeats,
         seed=seed,
     )
+    for length in filter(None, drafts.lengths):
+        check_length(length, max_new_tokens)
     with telling_how_to_go_on(), OwnedFolder(output, command="headstart eval", settings=settings) as folder:
         folder.check_settings(settings, finished="report.json", overwrite=overwrite)
         with BatchStore(folder.path, on_first=folder.keep) as store:

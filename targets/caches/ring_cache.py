@@ -10,6 +10,8 @@ from ...base.errors import BadInput
 from .cache import SlotCache, in_steps
 from .masks import hiding
 
+FAR = 2**30  # positions, more than any text has
+
 ROOM = 128  # positions behind a row's last that may be written at once: a part of a prompt, or a round's drafts
 
 
@@ -24,7 +26,7 @@ class DraftWindow:
     def parse(cls, text: str) -> "DraftWindow":
         """Of `512` or `512:4`. Raises BadInput."""
         size, colon, sink = text.partition(":")
-        if not (size.isdecimal() and int(size) > 0) or (colon and not sink.isdecimal()):
+        if not (size.isdecimal() and 0 < int(size) <= FAR) or (colon and not (sink.isdecimal() and int(sink) <= FAR)):
             raise BadInput(f"--draft-window {text}: expected N or N:SINK, positions at the end and at the start")
         return cls(int(size), int(sink or 0))
 

@@ -249,6 +249,11 @@ def test_the_server_is_counted_by_its_weights_as_stored_and_its_flags(tmp_path):
     assert ServerSize.of(load_skeleton(TargetConfig(path=str(folder))), by_default, num_states=4).keys == keys
 
 
+@pytest.mark.parametrize("flag", ["--max-num-seqs -5", "--max-num-seqs 0", "--max-model-len 99999999999999"])
+def test_a_server_of_no_rows_or_endless_ones_is_refused(flag, tmp_path):
+    assert doctor_of(tmp_path / "large", "--engine-args", flag).exit_code == 2
+
+
 def test_beside_training_on_one_gpu_the_server_is_told_what_it_may_take():
     [server, _] = fitting(sized(16), num_gpus=1)[2][2].commands
     assert "--gpu-memory-utilization 0.25" in server, "16 of 80 GB, and a twentieth"

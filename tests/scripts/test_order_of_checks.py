@@ -87,6 +87,23 @@ CASES = [
     (f"{REFIT} --head older --traffic many.jsonl", "config keys of another version of Headstart: ['dpace']"),
     (f"{AUTO} --prompts many.jsonl --engine vlm", "vlm"),
     (f"auto --target {TARGET} --budget 60s --output taken --prompts many.jsonl", "taken"),
+    # numbers that are none, or of which memory and time have no end
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --temperature inf", "temperature inf: expected"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --temperature 1e-40", "temperature 1e-40: expected"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --temperature 1 --top-p nan", "top_p nan: expected more than 0"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --top-p 2", "top_p 2.0: expected more than 0 and at most 1"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --num-draft-tokens 99999", "num_draft_tokens 99999: at most 128"),
+    (f"{EVAL} --drafter ngram@99999 --prompts good.jsonl", "num_draft_tokens 99999: at most 128"),
+    (f"{EVAL} --drafter ngram:99999 --prompts good.jsonl", "MAX should be a whole number from 1 to 64"),
+    (f"{EVAL} --head {{head}} --prompts good.jsonl --draft-window 99999999999", "--draft-window 99999999999: expected"),
+    (f"{EVAL} --head {{head}} --prompts good.jsonl --verify-cost nan", "--verify-cost nan: expected"),
+    (f"{PLAN} --drafter ngram --prompts good.jsonl --num-draft-tokens 99999", "num_draft_tokens 99999: at most 128"),
+    (f"{PLAN} --drafter ngram --prompts good.jsonl --tree dynamic:99999", "dynamic:NODES, of 1 to 1024"),
+    (
+        f"auto --target {TARGET} --budget 99999h --output {{out}} --prompts many.jsonl",
+        "--budget 99999h: the maximum",
+    ),
+    (f"auto --target {TARGET} --budget {'9' * 400}h --output {{out}} --prompts many.jsonl", "the maximum is 1000h"),
     ("train gone.yaml", "gone.yaml: no such file"),
     ("export gone {out} --to vllm", "gone"),
     ("export {head} taken --to vllm", "taken"),
@@ -106,13 +123,41 @@ SERVED = [  # what of eval's options in servers does not go together
     ("--engine sglang --engine-python p --drafter ngram:8", "SGLang is not told how many tokens look-ups go by"),
     ("--engine vllm --drafter ngram --slo fast", "--slo fast: expected ttft=SECONDS"),
     ("--engine vllm --drafter ngram --slo ttft=nan", "--slo ttft=nan: expected ttft=SECONDS"),
-    ("--engine vllm --drafter ngram --rate nan", "--rate, --concurrency: expected a number above 0"),
+    ("--engine vllm --drafter ngram --rate nan", "--rate nan: expected arrivals per second, 0.001 or more"),
+    ("--engine vllm --drafter ngram --rate 1e-9", "--rate 1e-09: expected arrivals per second"),
+    ("--engine vllm --drafter ngram --rate inf", "--rate inf: expected arrivals per second"),
+    ("--engine vllm --drafter ngram --concurrency 0", "--concurrency 0: expected 1 to 4096"),
+    ("--engine vllm --drafter ngram --concurrency 99999", "--concurrency 99999: expected 1 to 4096"),
+    ("--engine vllm --drafter ngram --num-draft-tokens 99999", "num_draft_tokens 99999: at most 128, an answer's"),
+    ("--engine vllm --drafter ngram@99999", "num_draft_tokens 99999: at most 128, an answer's"),
+    ("--engine vllm --engine-python p --drafter ngram:99999", "MAX should be a whole number from 1 to 64"),
+    ("--engine vllm --drafter ngram --temperature 1 --top-p 2", "top_p 2.0: expected more than 0 and at most 1"),
     ("--engine vllm --drafter ngram --draft-window 64", "--draft-window 64: goes with a head"),
     ('--engine vllm --drafter ngram --engine-args "--x \'y"', "No closing quotation"),
     ("--server http://h --baseline-server http://h --engine vllm --head x --drafter y", "name at most one --head"),
     ("--server ftp://h --baseline-server http://h", "--server 'ftp://h': expected a URL"),
 ]
 CASES += [(f"{EVAL} --prompts good.jsonl {options}", problem) for options, problem in SERVED]
+OUT_OF_RANGE = {
+    f"{EVAL} --drafter ngram --prompts good.jsonl": (
+        *("--batch-size 0", "--batch-size 4097", "--repeats 0", "--repeats 1001", "--limit 0", "--tree-nodes 0"),
+        *("--tree-nodes 1025", "--num-draft-tokens 0", "--max-new-tokens 1", "--max-new-tokens 99999999"),
+        *("--temperature -1", "--temperature nan", "--top-k -1", "--seed -1", f"--seed {2**63}"),
+    ),
+    f"{PLAN} --drafter ngram --prompts good.jsonl": (
+        *("--batch-size 0", "--batch-size 4097", "--limit 0", "--num-draft-tokens 0", "--max-new-tokens 99999999"),
+        *("--temperature -1", "--temperature nan", "--seconds 0", "--seconds inf", "--seconds nan"),
+    ),
+    f"{AUTO} --prompts many.jsonl": (
+        *("--batch-size 4097", "--concurrency 0", "--concurrency 4097", "--max-new-tokens 99999999"),
+        f"--seed {2**63}",
+    ),
+    f"{REFIT} --head {{head}} --traffic good.jsonl": ("--concurrency 4097", "--max-length 1", f"--seed {2**63}"),
+    EXTRACT: ("--batch-tokens 0", "--batch-tokens 99999999", "--shard-bytes 0", "--shard-bytes 999999999999"),
+    f"doctor --target {TARGET}": ("--gpus -1", "--gpus 1025", "--memory -1", "--memory inf", "--memory nan"),
+    "doctor ddp": ("--num-processes 0",),
+    "data inspect {run}": ("--row -1", "--num-rows -1"),
+}
 
 
 def refuse_to_load(monkeypatch):
@@ -156,6 +201,18 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
     assert code == 2 and len(said) == 1 and named in said[0], err
     assert not out and err.endswith(f"{said[0]}\n"), "behind what was going on"
     assert not (tmp_path / "out").exists() and [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(("line", "option"), [(line, one) for line, every in OUT_OF_RANGE.items() for one in every])
+def test_a_number_out_of_range_is_refused_at_once(line, option, headstart, run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"prompt": "w1 w5"}\n')
+    places = {"target": "gone", "out": tmp_path / "out", "run": run_config(), "head": "gone"}
+    code, out, err = headstart(f"{line.format(**places)} {option}")
+    name, said = option.partition(" ")[0], err.splitlines()[-1]
+    assert code == 2 and out == "" and not (tmp_path / "out").exists()
+    starts = (f"Error: Invalid value for '{name}': ", f"headstart: {name} ", f"headstart: {name[2:]} ")
+    assert said.startswith(starts), "a number that is none is ours to refuse, where the typer takes it"
 
 
 def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, run_config, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from ....base.files import write_text
 
 UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
 LEAST_BUDGET = 60.0  # seconds; a run starts several commands, each of which takes seconds to start
+MOST_BUDGET = 1000 * 3600.0
 SAVE_EVERY = 1.0  # seconds between two writes of the used time
 
 # shares of the budget of `headstart auto`
@@ -31,6 +32,8 @@ def parse_budget(text: str) -> float:
     seconds = sum(float(number) * UNITS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([smh])", text))
     if seconds < LEAST_BUDGET:
         raise BadInput(f"--budget {text}: too short to train anything; the minimum is {LEAST_BUDGET:.0f}s")
+    if seconds > MOST_BUDGET:
+        raise BadInput(f"--budget {text}: the maximum is {MOST_BUDGET / 3600:.0f}h")
     return seconds
 
 
