@@ -173,7 +173,7 @@ def evaluate(
     if turns not in ("own", "recorded"):
         raise BadInput(f"--turns {turns}: expected own or recorded")
     if not by.is_ours:
-        told = {"suite": suite, "tree": tree, "batch-size": batch_size, "adapter": (adapter or [])[1:], "steps": steps}
+        told = {"suite": suite, "tree": tree, "batch-size": batch_size, "adapter": (adapter or [])[1:]}
         told |= {"verify-cost": verify_cost, "accept": accept != "exact", "draft-window": server and draft_window}
         if option := next((option for option, value in told.items() if value), None):
             raise BadInput(f"--{option}: is not for servers; they take --head, --drafter and --prompts")

@@ -6,8 +6,8 @@ So a target costs nothing before something is asked of it, on torch's meta devic
 import pytest
 from headstart.data_pipelines.served.reading import ServedTarget
 from headstart.targets.bare import BareTarget
+from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
-from headstart.targets.parts import OutputUse
 from headstart.targets.sharded import ShardedTarget
 from headstart.targets.skeleton import load_skeleton
 from headstart.targets.target import Target
