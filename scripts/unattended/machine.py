@@ -136,9 +136,9 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload, load_seco
         costs_of = partial(served_costs, known(skeleton), num_rows=rows, step_seconds=step_ms / 1000)
     else:
         cell = timed_cell(target, work, run.check_stop)
-        for _ in range(2):
-            cell.run()
-        step_ms, prefill_ms = cell.baseline.round_ms, cell.baseline.prefill_ms
+        for is_warm in (False, True):
+            cell.run(reads_again=is_warm)
+        step_ms, prefill_ms = cell.baseline.round_ms, cell.plain[-1].prefill_ms
         costs_of = lambda head, _: round_costs(target, head, work, run.check_stop)  # noqa: E731
     measured, meter = list[Measured](), ProcessorMeter()
     for candidate in find_candidates(run.settings.engine.name):

@@ -63,10 +63,9 @@ def test_times_read_as_clocks():
 
 @pytest.mark.parametrize(("share", "is_said"), [(0.35, True), (0.02, False), (None, False)])
 def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_said, monkeypatch):
+    step = SimpleNamespace(round_ms=9.0, prefill_ms=0.0)
     stubs = {
-        "timed_cell": lambda *_: SimpleNamespace(
-            run=lambda: None, baseline=SimpleNamespace(round_ms=9.0, prefill_ms=0.0)
-        ),
+        "timed_cell": lambda *_: SimpleNamespace(run=lambda **_: None, baseline=step, plain=[step]),
         "load_skeleton": lambda _: None,
         "find_candidates": lambda _: [SimpleNamespace(name="eagle3")],
         "measure_candidate": lambda *_, **__: Measured("eagle3", bound=2.0),
