@@ -19,13 +19,22 @@ from ...heads.nn.dflash2 import NUM_TAPS
 from ...heads.nn.lilicorr import LILICORR_KEYS
 from ...heads.stored.record import PROVENANCE
 from ...targets.weights.tensor_files import TensorFiles
-from ..layouts.contracts import SIZES, Contract, llama_keys, sizes_of, trained_config, vllm_window, window_problems
+from ..layouts.contracts import (
+    EMBEDDING,
+    LM_HEAD,
+    SIZES,
+    Contract,
+    llama_keys,
+    sizes_of,
+    trained_config,
+    vllm_window,
+    window_problems,
+)
 from ..layouts.foreign import ForeignFolder, Imported, architecture_of, draft_ids, same_tensor, window_of
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import GgufLayout, HeadFolder, Serving, not_in_llamacpp
 from ..layouts.speculators import WINDOW_KEYS, as_speculators, serves_itself
-from ..layouts.tensors import INPUT_NORM, LM_HEAD, MAPS, NORM, OUTPUT_NORM, Part, llama_layer, shapes_of
-from ..layouts.writing import EMBEDDING, scaling_problem, write_config, write_tensors
+from ..layouts.writing import scaling_problem, write_config, write_tensors
 from . import choosers
 from .choosers import DFLASH2_KEYS
 
@@ -42,35 +51,10 @@ NESTED = ("mask_token_id", "target_layer_ids", "block_size", *DFLASH2_KEYS, *LIL
 # keys of a GGUF file, by those of config.json
 IN_GGUF = {key: key for key in ("block_size", "sample_from_anchor", *DFLASH2_KEYS)}
 IN_GGUF |= {"target_layers": "target_layer_ids"}
-# parts of which a reader takes sizes, or by which it knows what a head has
-QUERY_NORM, KEY_NORM = ("self_attn.q_norm", "head_dim"), ("self_attn.k_norm", "head_dim")
-MARKOV, MARKOV_IN_GGUF = Part("markov_head.markov_w1.weight", "vocab rank", when="markov"), "markov_w1.weight"
-CONFIDENCE = Part("confidence_head.proj.weight", "1 estimated", when="confidence")
-
-
-def parts_of(num_layers: int, *, num_lattice_layers: int = 0) -> list[Part]:
-    """The tensors of a head.
-
-    Sizes by name: `features` of all features together, `rank` of the Markov head, `estimated` of what the confidence
-    head reads, and those of choosers.py.
-    """
-    norms = (INPUT_NORM, OUTPUT_NORM, QUERY_NORM, KEY_NORM)
-    layers = [part for i in range(num_layers) for part in llama_layer(f"layers.{i}", *norms)]
-    layers += [part for i in range(num_layers) for part in choosers.convolutions(i)]
-    return [
-        Part("fc.weight", "hidden features"),
-        Part("hidden_norm.weight", "hidden"),
-        NORM,
-        LM_HEAD,
-        *layers,
-        MARKOV,
-        Part("markov_head.markov_w2.weight", "drafted rank", when="markov"),
-        *choosers.SELECTOR,
-        *choosers.lattice(num_lattice_layers),
-        CONFIDENCE,
-        Part("confidence_head.proj.bias", "1", when="confidence"),
-        *MAPS,
-    ]
+# tensors of which a reader takes sizes, or by which it knows what a head has
+QUERY_NORM, PREDECESSORS = "layers.0.self_attn.q_norm.weight", "candidate_selector.predecessor_codebook"
+MARKOV, MARKOV_IN_GGUF = "markov_head.markov_w1.weight", "markov_w1.weight"
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 def speculators_config(head: HeadFolder) -> dict[str, Any]:
@@ -97,29 +81,29 @@ def plain_contract(config: Mapping[str, Any], contract: Contract) -> None:
     known = f"expected [{DFLASH}], with a Markov head [{DSPARK}], with a selector [{DFLASH2}], a lattice [{LILICORR}]"
     contract.report(not is_dflash and architectures != [DSPARK], f"architectures: found {architectures}, {known}")
     llama_keys(config, contract, model_type="qwen3")
-    counts = {"num_hidden_layers": "layers", "num_target_layers": "target_layers", "block_size": "block_size"}
-    sizes = sizes_of(config, contract, SIZES | counts)
+    sizes = sizes_of(config, contract, *SIZES)
+    counts = sizes_of(config, contract, "num_hidden_layers", "num_target_layers", "block_size")
     flags(config, contract, is_dflash=is_dflash)
     listed = config.get("target_layer_ids")
     ids: list[int] = listed if isinstance(listed, list) and all(type(i) is int for i in listed) else []
     if not ids or ids != sorted(set(ids)):
         contract.problems.append(f"target_layer_ids: expected layers' outputs in order, found {listed!r}")
-    if sizes is None or contract.problems:
+    if sizes is None or counts is None or contract.problems:
         return
-    token, last = config.get("mask_token_id"), sizes["target_layers"] - 1
-    outside = type(token) is not int or not 0 <= token < sizes["vocab"]
-    contract.report(outside, f"mask_token_id: {token!r}, expected 0 to {sizes['vocab'] - 1}")
+    token, last, vocab = config.get("mask_token_id"), counts["num_target_layers"] - 1, sizes["vocab_size"]
+    outside = type(token) is not int or not 0 <= token < vocab
+    contract.report(outside, f"mask_token_id: {token!r}, expected 0 to {vocab - 1}")
     contract.report(ids[-1] > last or ids[0] < -1, f"target_layer_ids: {ids}, of a target with layers 0 to {last}")
     for key in ("mask_token_id", "target_layer_ids") if is_dflash else ():
         differs = f"dflash_config.{key}: {nested.get(key)!r}, but {key} {config.get(key)!r}: engines read either"
         contract.report(nested.get(key) != config.get(key), differs)
     if is_dflash and architectures != [DFLASH]:
         config = {**config, **nested}
-        choosers.check_keys(config, contract, is_dflash2=architectures == [DFLASH2], hidden=sizes["hidden"])
+        choosers.check_keys(config, contract, is_dflash2=architectures == [DFLASH2], hidden=sizes["hidden_size"])
     if contract.problems:
         return
     as_trained(config, contract)
-    require_tensors(config, sizes, contract, num_features=len(ids))
+    require_tensors(config, sizes, contract, num_layers=counts["num_hidden_layers"], num_features=len(ids))
 
 
 def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
@@ -190,24 +174,34 @@ def as_trained(config: Mapping[str, Any], contract: Contract) -> None:
 
 
 def require_tensors(
-    config: Mapping[str, Any], sizes: Mapping[str, int], contract: Contract, *, num_features: int
+    config: Mapping[str, Any], sizes: Mapping[str, int], contract: Contract, *, num_layers: int, num_features: int
 ) -> None:
     """Write the tensors into the contract, by keys of the config that were checked."""
-    hidden, vocab, rank = sizes["hidden"], sizes["vocab"], config.get("markov_rank") or 0
-    kind, drafted = config.get("architectures"), config.get("draft_vocab_size") or vocab
-    estimated = hidden + (rank if config.get("confidence_head_with_markov") else 0)
-    sizes = {**sizes, "features": num_features * hidden, "drafted": drafted, "rank": rank, "estimated": estimated}
-    having = {"markov": rank, "confidence": config.get("enable_confidence_head"), "cut": drafted < vocab}
-    num_lattice_layers = 0
-    if kind in ([DFLASH2], [LILICORR]):
-        sizes |= choosers.sizes_of(config, hidden)
-        having |= {"dflash2": kind == [DFLASH2], "convolutions": "kernels" in sizes, "lattice": kind == [LILICORR]}
-        having["narrow lattice"] = sizes.get("lattice", hidden) != hidden
-        num_lattice_layers = config.get("lilicorr_num_layers") or 0
-    contract.shapes = shapes_of(parts_of(sizes["layers"], num_lattice_layers=num_lattice_layers), sizes, having)
-    contract.optional = {EMBEDDING.name: (vocab, hidden)}
-    if drafted == vocab:  # a head without an output layer of its own drafts by the target's
-        contract.optional[LM_HEAD.name] = contract.shapes.pop(LM_HEAD.name)
+    hidden, vocab, architectures = sizes["hidden_size"], sizes["vocab_size"], config.get("architectures")
+    drafted, first = config.get("draft_vocab_size") or vocab, bool(config.get("sample_from_anchor"))
+    choosing: dict[str, Any] = {}
+    if architectures in ([DFLASH2], [LILICORR]):
+        choosing = {"conv_group_size": config.get("conv_group_size"), "selector_rank": config.get("selector_rank", 0)}
+    if architectures == [LILICORR]:
+        choosing |= choosers.lattice_keys(lambda key, _: config[key], hidden)
+    contract.require(
+        "block",
+        sizes,
+        num_depths=config["block_size"] - (0 if first else 1),
+        sample_from_anchor=first,
+        num_layers=num_layers,
+        feature_layers=list(range(num_features)),
+        markov_rank=config.get("markov_rank") or 0,
+        confidence=bool(config.get("enable_confidence_head")),
+        output="own",
+        draft_vocab_size=drafted if drafted < vocab else None,
+        **choosing,
+    )
+    if CONFIDENCE in contract.shapes and not config.get("confidence_head_with_markov"):
+        contract.shapes[CONFIDENCE] = (1, hidden)
+    contract.optional = {EMBEDDING: (vocab, hidden)}
+    if drafted == vocab and contract.shapes:  # a head without an output layer of its own drafts by the target's
+        contract.optional[LM_HEAD] = contract.shapes.pop(LM_HEAD)
     contract.forbidden = {"mask_hidden": "vLLM takes it for P-EAGLE's", "d2t": "the draft vocabulary is the whole one"}
 
 
@@ -273,14 +267,14 @@ class BlockServing(Serving):
         """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result, and if the
         mask token, the block size or the feature layers are missing."""
         config, target = plain_config(folder.config), folder.target
-        tensors = folder.bare_tensors(EMBEDDING.name)
+        tensors = folder.bare_tensors(EMBEDDING)
         ids = draft_ids(tensors, target)
-        is_plain = ids is None and LM_HEAD.name in tensors
-        if is_plain and same_tensor(tensors[LM_HEAD.name], target.output_layer.weight.detach().cpu()):
-            del tensors[LM_HEAD.name]  # the target's own
+        is_plain = ids is None and LM_HEAD in tensors
+        if is_plain and same_tensor(tensors[LM_HEAD], target.output_layer.weight.detach().cpu()):
+            del tensors[LM_HEAD]  # the target's own
         if folder.own is not None:
             return Imported({}, tensors, ids)
-        taps, selector = config.read("conv_kernel_size", int), tensors.get(choosers.PREDECESSORS)
+        taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
         markov = config.read("markov_head_type", str)
         contract = Contract("block")
         contract.report(config.need("causal", bool), "causal: its slots see only those before them")
@@ -288,11 +282,12 @@ class BlockServing(Serving):
         contract.report(taps not in (None, 0, NUM_TAPS), f"conv_kernel_size: {taps}, expected {NUM_TAPS}")
         for problem in contract.problems:
             raise BadInput(f"{problem}: not a block drafter as known here")
-        rank = tensors[MARKOV.name].shape[1] if MARKOV.name in tensors else 0
-        if CONFIDENCE.name in tensors:  # some do not read the previous token, so pad their weights with zeros
-            narrow = tensors[CONFIDENCE.name]
-            tensors[CONFIDENCE.name] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
+        rank = tensors[MARKOV].shape[1] if MARKOV in tensors else 0
+        if CONFIDENCE in tensors:  # some do not read the previous token, so pad their weights with zeros
+            narrow = tensors[CONFIDENCE]
+            tensors[CONFIDENCE] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
         drafts_first = config.need("sample_from_anchor", bool)
+        is_lattice = config.read("architectures", list[str]) == [LILICORR]
         layer = {**config.values, "model_type": "llama"}  # Llama's but for query and key norms
         keys = {
             "feature_layers": [i + 1 for i in config.need("target_layer_ids", list[int])],
@@ -301,13 +296,13 @@ class BlockServing(Serving):
             "sliding_window": window_of(config),
             "sample_from_anchor": drafts_first,
             "markov_rank": rank,
-            "confidence": CONFIDENCE.name in tensors,
+            "confidence": CONFIDENCE in tensors,
             "conv_group_size": config.need("conv_group_size", int) if taps else None,
             "selector_rank": 0 if selector is None else selector.shape[1],
             "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
-            **(lattice_of(config, target.hidden_size) if config.read("architectures", list[str]) == [LILICORR] else {}),
-            "has_head_norms": f"layers.0.{QUERY_NORM[0]}.weight" in tensors,
-            "output": "own" if LM_HEAD.name in tensors else "shared",
+            **(choosers.lattice_keys(config.need, target.hidden_size) if is_lattice else {}),
+            "has_head_norms": QUERY_NORM in tensors,
+            "output": "own" if LM_HEAD in tensors else "shared",
             "mask_token_id": config.need("mask_token_id", int),
             "architecture": architecture_of(TypedKeys(layer, config.where).without("sliding_window"), target),
         }
@@ -328,7 +323,7 @@ class BlockServing(Serving):
         if config.get("architectures") == [LILICORR]:
             return [*problems, "architectures: it has no LiLiCorr"]
         if config.get("architectures") not in ([DFLASH], [DFLASH2]):
-            if LM_HEAD.name in names and not is_cut:
+            if LM_HEAD in names and not is_cut:
                 why = "drops an output layer over the whole vocabulary: train with output: shared, or draft_vocab_size"
                 problems.append(f"lm_head.weight: its converter {why}")
             return problems
@@ -343,12 +338,6 @@ class BlockServing(Serving):
             why = f"of DFlash2 takes a hidden_size of {least} at least, this is {hidden}"
             problems.append(f"selector_top_k: {top_k} {why}")
         return problems
-
-
-def lattice_of(config: TypedKeys, hidden_size: int) -> dict[str, Any]:
-    """The keys of a head's own config that say what its lattice is. Raises BadInput if one is missing."""
-    keys = {own: config.need(key, kind) for key, (own, kind) in LILICORR_KEYS.items()}
-    return {**keys, "lattice_size": keys["lattice_size"] or hidden_size}
 
 
 def plain_config(config: TypedKeys) -> TypedKeys:

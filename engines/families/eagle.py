@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from ...targets.weights.tensor_files import TensorFiles
-from ..layouts.contracts import SIZES, Contract, llama_keys, sizes_of, trained_config
+from ..layouts.contracts import EMBEDDING, LM_HEAD, SIZES, Contract, llama_keys, sizes_of, trained_config
 from ..layouts.foreign import ForeignFolder, Imported, architecture_of
 from ..layouts.serving import HeadFolder, Serving
-from ..layouts.tensors import INPUT_NORM, LM_HEAD, NORM, OUTPUT_NORM, Part, llama_layer, shapes_of
 from ..layouts.writing import (
     BARE_EMBEDDING,
-    EMBEDDING,
+    SCALE,
     own_embedding,
     scale_key,
     scaling_problem,
@@ -26,14 +25,7 @@ from ..layouts.writing import (
     write_tensors,
 )
 
-BIAS = Part("fc.bias", "hidden")
-
-
-def parts_of(num_layers: int) -> list[Part]:
-    """The tensors of a head; `pair` is twice the hidden size."""
-    norms = {i: (INPUT_NORM, OUTPUT_NORM) if i else (OUTPUT_NORM,) for i in range(num_layers)}
-    layers = [part for i, own in norms.items() for part in llama_layer(f"layers.{i}", *own)]
-    return [Part("fc.weight", "hidden pair"), BIAS, *layers, EMBEDDING]
+BIAS = "fc.bias"
 
 
 class EagleServing(Serving):
@@ -42,8 +34,8 @@ class EagleServing(Serving):
     computes = ("num_layers", "bias", "architecture")
 
     def refusals(self, head: HeadFolder, *, to: str) -> list[str]:
-        why = f"{BIAS.name} is trained and vLLM leaves it out: export to sglang, or head.bias false"
-        is_lost = to == "vllm" and bool(head.tensors[BIAS.name].any())
+        why = f"{BIAS} is trained and vLLM leaves it out: export to sglang, or head.bias false"
+        is_lost = to == "vllm" and bool(head.tensors[BIAS].any())
         scaling = "" if to == "vllm" else scaling_problem(head)
         return [*filter(None, [scaling, why if is_lost else ""])]
 
@@ -64,23 +56,24 @@ class EagleServing(Serving):
             "loads it only with LlamaForCausalLM behind it",
         )
         llama_keys(config, contract)
-        sizes = sizes_of(config, contract, SIZES | {"num_hidden_layers": "layers"})
-        if sizes is None:
+        counts, sizes = sizes_of(config, contract, "num_hidden_layers"), sizes_of(config, contract, *SIZES)
+        if counts is None or sizes is None:
             return contract
-        sizes["pair"] = 2 * sizes["hidden"]
-        contract.shapes = shapes_of(parts_of(sizes["layers"]), sizes, config)
-        contract.zero = [] if trained_config(config).get("bias") else [BIAS.name]
+        contract.require("eagle", sizes, num_layers=counts["num_hidden_layers"])
+        if config.get(SCALE) and contract.shapes:
+            contract.shapes[EMBEDDING] = (sizes["vocab_size"], sizes["hidden_size"])
+        contract.zero = [] if trained_config(config).get("bias") else [BIAS]
         contract.forbidden = {
-            f"layers.0.{INPUT_NORM[0]}.weight": "the first layer does not normalise what it reads",
-            NORM.name: "there is no norm behind the last layer",
-            LM_HEAD.name: "the output layer is the target's",
-            EMBEDDING.name: BARE_EMBEDDING,
+            "layers.0.input_layernorm.weight": "the first layer does not normalise what it reads",
+            "norm.weight": "there is no norm behind the last layer",
+            LM_HEAD: "the output layer is the target's",
+            EMBEDDING: BARE_EMBEDDING,
         }
         return contract
 
     def read(self, folder: ForeignFolder) -> Imported:
-        tensors = folder.bare_tensors(EMBEDDING.name, LM_HEAD.name)
-        bias = tensors.setdefault(BIAS.name, torch.zeros(folder.target.hidden_size))
+        tensors = folder.bare_tensors(EMBEDDING, LM_HEAD)
+        bias = tensors.setdefault(BIAS, torch.zeros(folder.target.hidden_size))
         keys = {
             "num_layers": folder.config.read("num_hidden_layers", int) or 1,
             "bias": bool(bias.any()),

@@ -14,15 +14,22 @@ from ...base.errors import BadInput
 from ...base.typed import TypedKeys
 from ...targets.target import Target
 from ...targets.weights.tensor_files import TensorFiles
-from ..layouts.contracts import SIZES, Contract, llama_keys, sizes_of, trained_config, window_problems
+from ..layouts.contracts import (
+    EMBEDDING,
+    LM_HEAD,
+    SIZES,
+    Contract,
+    llama_keys,
+    sizes_of,
+    trained_config,
+    window_problems,
+)
 from ..layouts.foreign import ForeignFolder, Imported, Tensors, architecture_of, draft_ids, window_of
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import GgufLayout, HeadFolder, Serving, not_in_llamacpp
 from ..layouts.speculators import WINDOW_KEYS, as_speculators, serves_itself
-from ..layouts.tensors import INPUT_NORM, LM_HEAD, MAPS, NORM, OUTPUT_NORM, Part, llama_layer, shapes_of
 from ..layouts.writing import (
     BARE_EMBEDDING,
-    EMBEDDING,
     SCALE,
     own_embedding,
     scale_key,
@@ -32,7 +39,6 @@ from ..layouts.writing import (
 )
 
 ONLY_LAYER, FIRST_LAYER = "midlayer", "layers.0"  # names of the first layer where it is the only one, and elsewhere
-HIDDEN_NORM = ("hidden_norm", "hidden")
 LATER_NORMS = ("input_layernorm", "hidden_norm")  # of one norm of later layers, which vLLM and SGLang read
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # names that vLLM knows the mask token by
 FEATURE_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -43,22 +49,6 @@ IN_GGUF = {key: key for key in ("norm_before_residual", "norm_before_fc", "vocab
     "target_layers": FEATURE_IDS
 }
 NUM_FEATURES = 3  # that llama.cpp's graph reads
-
-
-def parts_of(num_layers: int, num_features: int, *, first: str = ONLY_LAYER) -> list[Part]:
-    """The tensors of a head; `pair` is twice the hidden size, `features` all features together."""
-    norms, later = (INPUT_NORM, HIDDEN_NORM, OUTPUT_NORM), range(1, num_layers)
-    return [
-        Part("fc.weight", "hidden features"),
-        *llama_layer(first, *norms, read="pair"),
-        NORM,
-        LM_HEAD,
-        *(part for i in later for part in llama_layer(f"layers.{i}", *norms)),
-        *(Part(f"fc_norm.{i}.weight", "hidden", when="fc_norm") for i in range(num_features)),
-        Part("mask_hidden", "1 1 features", when="parallel"),
-        Part("input_norm.weight", "features", when="norm_before_fc"),
-        *MAPS,
-    ]
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
@@ -122,38 +112,43 @@ def require_tensors(
 ) -> None:
     """Write the tensors into the contract. Args: layer: the part of the config with the sizes. names: of the tensors
     in the folder, whose first layer may have either name."""
-    wide = config.get("target_hidden_size")
-    if "target_hidden_size" in config and not isinstance(wide, int):
-        contract.problems.append("target_hidden_size: must be a number or not there; engines multiply by it")
-    keys = SIZES | {"num_hidden_layers": "layers", "num_aux_hidden_states": "num_features"}
-    sizes = sizes_of(layer, contract, keys)
-    if sizes is None:
+    sizes = sizes_of(layer, contract, *SIZES)
+    counts = sizes_of(layer, contract, "num_hidden_layers", "num_aux_hidden_states")
+    if sizes is None or counts is None:
         return
-    vocab = sizes["vocab"]
+    hidden, vocab, num_layers = sizes["hidden_size"], sizes["vocab_size"], counts["num_hidden_layers"]
+    if config.get("target_hidden_size", hidden) != hidden:
+        contract.problems.append(f"target_hidden_size: must be {hidden} or not there; engines multiply by it")
     drafted = vocab if config.get("draft_vocab_size") is None else config["draft_vocab_size"]
     if not isinstance(drafted, int) or not 1 <= drafted <= vocab:
         contract.problems.append(f"draft_vocab_size: {drafted!r}, expected 1 to vocab_size {vocab}")
         return
     masks = [config[key] for key in MASK_KEYS if config.get(key) is not None]
-    is_parallel = trained_config(config).get("parallel") or "mask_hidden" in names or masks
+    is_parallel = bool(trained_config(config).get("parallel") or "mask_hidden" in names or masks)
     if is_parallel:
         outside = any(type(token) is not int or not 0 <= token < vocab for token in masks)
         wrong = f"pard_token: found {masks} under {', '.join(MASK_KEYS)}, expected one token of the target"
         contract.report(len(set(masks)) != 1 or outside, wrong)
-    having = {key: config.get(key) for key in ("fc_norm", "norm_before_fc", SCALE)}
-    having |= {"parallel": is_parallel, "cut": drafted < vocab}
-    sizes |= {"drafted": drafted, "pair": 2 * sizes["hidden"]}
-    sizes["features"] = sizes["num_features"] * (wide or sizes["hidden"])
-    is_only = sizes["layers"] == 1 and contract.layout == "eagle3"
+    contract.require(
+        "eagle3",
+        sizes,
+        num_layers=num_layers,
+        feature_layers=list(range(counts["num_aux_hidden_states"])),
+        parallel=is_parallel,
+        draft_vocab_size=drafted if drafted < vocab else None,
+        **{key: bool(config.get(key)) for key in ("fc_norm", "norm_before_fc")},
+    )
     has_first = any(name.startswith(f"{FIRST_LAYER}.") for name in names)
-    first = ONLY_LAYER if is_only and not has_first else FIRST_LAYER
-    parts = [*parts_of(sizes["layers"], sizes["num_features"], first=first), EMBEDDING]
-    contract.shapes = shapes_of(parts, sizes, having)
-    for i in range(1, sizes["layers"]):
+    if has_first or contract.layout == "speculators":
+        contract.shapes = {name.replace(ONLY_LAYER, FIRST_LAYER): shape for name, shape in contract.shapes.items()}
+    for i in range(1, num_layers) if contract.shapes else ():
         one, other = (f"layers.{i}.{name}.weight" for name in LATER_NORMS)
+        contract.shapes[other] = (hidden,)
         contract.equal.append((one, other))
+    if config.get(SCALE) and contract.shapes:
+        contract.shapes[EMBEDDING] = (vocab, hidden)
     whole = "the draft vocabulary is the whole one"
-    contract.forbidden = {EMBEDDING.name: BARE_EMBEDDING, "d2t": whole, "t2d": whole}
+    contract.forbidden = {EMBEDDING: BARE_EMBEDDING, "d2t": whole, "t2d": whole}
 
 
 class Eagle3Serving(Serving):
@@ -221,7 +216,7 @@ class Eagle3Serving(Serving):
         config, target = folder.config, folder.target
         layer = config.inner_or_self("transformer_layer_config")
         num_layers = layer.read("num_hidden_layers", int) or 1
-        tensors = folder.bare_tensors(EMBEDDING.name)
+        tensors = folder.bare_tensors(EMBEDDING)
         for i in range(1, num_layers):
             one, other = (f"layers.{i}.{name}.weight" for name in LATER_NORMS)
             if other in tensors:
@@ -252,10 +247,10 @@ class Eagle3Serving(Serving):
                 raise BadInput("pard_token: missing, and there is a mask_hidden")
             keys |= {"parallel": True, "mask_token_id": token}
             tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
-        if LM_HEAD.name not in tensors:
+        if LM_HEAD not in tensors:
             if ids is not None:
-                raise BadInput(f"tensor {LM_HEAD.name}: missing, and the draft vocabulary is cut")
-            tensors[LM_HEAD.name] = target.output_layer.weight
+                raise BadInput(f"tensor {LM_HEAD}: missing, and the draft vocabulary is cut")
+            tensors[LM_HEAD] = target.output_layer.weight
         return Imported(keys, tensors, ids)
 
     def method_of(self, file: GgufFile) -> str | None:

@@ -30,15 +30,11 @@ from ..layouts.contracts import Contract, sizes_of
 from ..layouts.foreign import ForeignFolder, Imported
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import HeadFolder, Serving
-from ..layouts.tensors import Part, shapes_of
 from ..layouts.writing import EMBEDDINGS, OUTPUTS, whole_vocabulary_note, write_config, write_ends
 
 BESIDE = "model-mtp.safetensors"
 CARD_FILES = ("README.md", ".git*", ".cache")
-# the parts of a module and the shapes of their tensors; its block has those of a layer of the target
-PARTS = {"enorm": "hidden", "hnorm": "hidden", "eh_proj": "hidden pair", "norm": "hidden", "block": ""}
 TABLES = {"embed_tokens": EMBEDDINGS, "shared_head.head": OUTPUTS}  # of the target, which some modules repeat
-SIZES = {"hidden_size": "hidden", "vocab_size": "vocab", "num_hidden_layers": "layers"}
 BEFORE_NORM = ("glm4_moe", "glm4_moe_lite", "glm_ocr_text")  # targets whose module vLLM feeds what its norm reads
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -141,10 +137,10 @@ class MtpServing(Serving):
             return contract
         key = count_key(str(config.get("model_type")))
         contract.report(not inner.get(key), f"{key}: expected the number of modules, found {inner.get(key)}")
-        sizes = sizes_of(inner, contract, SIZES)
+        sizes = sizes_of(inner, contract, "hidden_size", "vocab_size", "num_hidden_layers")
         if sizes is None or contract.problems:
             return contract
-        num_layers = sizes["layers"]
+        hidden, vocab, num_layers = sizes.values()
         last = layer_like_modules(stored, num_layers, is_first=inner.get("model_type") in layout.first)
         for i in range(num_layers):
             is_there = any(f".layers.{i}." in key for key in stored.shapes)
@@ -152,13 +148,12 @@ class MtpServing(Serving):
             contract.report(not is_there, missing)
         if not last:
             return contract
-        sizes["pair"] = 2 * sizes["hidden"]
+        parts = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "norm": (hidden,)}
+        tables = TABLES if layout.repeats_tables else ()
         for k in range(inner[key]):
-            place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in PARTS}
-            parts = [Part(f"{place[part]}.weight", shape) for part, shape in PARTS.items() if shape]
-            tables = TABLES if layout.repeats_tables else ()
-            parts += [Part(f"{place['block']}.{table}.weight", "vocab hidden") for table in tables]
-            contract.shapes |= shapes_of(parts, sizes, {})
+            place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in (*parts, "block")}
+            contract.shapes |= {f"{place[part]}.weight": shape for part, shape in parts.items()}
+            contract.shapes |= {f"{place['block']}.{table}.weight": (vocab, hidden) for table in tables}
             block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
             contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
         is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))

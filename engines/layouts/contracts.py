@@ -1,26 +1,28 @@
 """What a folder must hold, derived from its config (tensors with shapes, forbidden tensors, config keys), in parts that
 several layouts share.
 
-Sources: the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a missing tensor: it uses uninitialised memory, the
-text stays right, and drafts are just not accepted. So completeness has to be checked here.
+Names and shapes are those of the family's own head, built without weights; layouts that differ rename them. Sources:
+the loaders of vLLM 0.32 and SGLang 0.5.23. Neither notices a missing tensor: it uses uninitialised memory, the text
+stays right, and drafts are just not accepted. So completeness has to be checked here.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...heads.stored.record import PROVENANCE
-from .tensors import Shapes
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ...base.errors import first_line
+from ...heads.families import head_class
+from ...heads.stored.record import PROVENANCE
+from ...targets.target import Target
+
+Shapes = dict[str, tuple[int, ...]]
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # the tables of a target, in most folders
 FULL, SLIDING = "full_attention", "sliding_attention"
-SIZES = {  # keys of config.json that shapes follow from, and the names of these sizes in `Part.shape`
-    "hidden_size": "hidden",
-    "intermediate_size": "inner",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "key_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab",
-}
+# keys of config.json that the shapes of a Llama-like head follow from
+SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size".split()
 PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
 
 
@@ -48,6 +50,16 @@ class Contract:
         """Add a problem if a config key has another value."""
         self.report(config.get(key) != value, f"{key}: expected {value!r}, found {config.get(key)!r}: {why}")
 
+    def require(self, family: str, sizes: Mapping[str, int], **keys: Any) -> None:
+        """Require the tensors of a head of a family, or report why there is none.
+
+        Args: sizes: of a Llama config. keys: of the head's config.
+        """
+        try:
+            self.shapes = head_shapes(family, sizes, keys)
+        except Exception as error:  # a config that the head refuses, or that transformers does in ways of its own
+            self.problems.append(f"no {family} head has these sizes: {first_line(error)}")
+
     def compare(self, shapes: Shapes) -> list[str]:
         """The problems of a folder with tensors of these shapes: missing ones, other shapes, tensors too many."""
         problems = [
@@ -67,21 +79,24 @@ class Contract:
         return problems
 
 
-def sizes_of(config: Mapping[str, Any], contract: Contract, keys: Mapping[str, str] = SIZES) -> dict[str, int] | None:
-    """The counts that shapes follow from, by the names in `keys`; None, and the problem reported, if one is missing."""
+def head_shapes(family: str, sizes: Mapping[str, int], keys: Mapping[str, Any]) -> Shapes:
+    """The shapes of a head's tensors by served name, the maps of a cut draft vocabulary among them. Arguments and
+    Raises: as of `Contract.require`."""
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+        target = Target(llama, name="", fingerprint="")
+        kind, size = head_class(family), keys.get("draft_vocab_size")
+        head = kind(kind.config_class(type=family, **keys), target, None if size is None else torch.arange(size))
+    shapes = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    return shapes if size is None else {**shapes, "d2t": (size,), "t2d": (target.vocab_size,)}
+
+
+def sizes_of(config: Mapping[str, Any], contract: Contract, *keys: str) -> dict[str, int] | None:
+    """The counts under these keys; None, and the problem reported, if one is missing."""
     values = {key: config.get(key) for key in keys}
-    wrong = [key for key, value in values.items() if type(value) is not int or value < 1]
-    contract.problems += [f"{key}: expected a count, found {values[key]!r}" for key in wrong]
-    return None if wrong else with_widths({keys[key]: int(value or 0) for key, value in values.items()})
-
-
-def with_widths(sizes: dict[str, int]) -> dict[str, int]:
-    """Sizes with the widths of all queries (`wide`) and all keys (`narrow`), where the heads are among them."""
-    if "heads" not in sizes:
-        return sizes
-    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
-    wide, narrow = (sizes[name] * sizes["head_dim"] for name in ("heads", "key_heads"))
-    return {**sizes, "wide": wide, "narrow": narrow}
+    counts = {key: value for key, value in values.items() if type(value) is int and value >= 1}
+    contract.problems += [f"{key}: expected a count, found {values[key]!r}" for key in keys if key not in counts]
+    return counts if len(counts) == len(keys) else None
 
 
 def trained_config(config: Mapping[str, Any]) -> dict[str, Any]:

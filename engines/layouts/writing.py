@@ -16,18 +16,17 @@ from ...targets.end_tokens import contradiction, said_ends
 from ...targets.loading import TargetConfig, load_tokenizer
 from ...targets.weights.gguf import gguf_folder
 from ...targets.weights.tensor_files import tensor_locations
+from .contracts import EMBEDDING
 from .serving import HeadFolder
-from .tensors import Part
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
-    "embed_tokens.weight",
+    EMBEDDING,
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
 )
 BARE_EMBEDDING = "SGLang puts the target's embedding in its place, vLLM does not"
 SCALE = "embedding_scale"  # the key of an exported config.json that says why the folder has an embedding table
-EMBEDDING = Part("embed_tokens.weight", "vocab hidden", when=SCALE)
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDINGS)  # a tied one is the embedding
 
 
@@ -82,7 +81,7 @@ def own_embedding(head: HeadFolder) -> dict[str, Tensor]:
     if head.embedding_scale == 1:
         return {}
     rows = table_rows(head, EMBEDDINGS)
-    return {EMBEDDING.name: rows * torch.tensor(head.embedding_scale, dtype=rows.dtype)}  # rounded as models do
+    return {EMBEDDING: rows * torch.tensor(head.embedding_scale, dtype=rows.dtype)}  # rounded as models do
 
 
 def scaling_problem(head: HeadFolder) -> str:
