@@ -55,20 +55,19 @@ def check_export(path: str | Path, *, to: str = "") -> Checked:
     if path.suffix == ".gguf":
         return Checked(*check_file(path))
     files = sorted(path.glob("*.gguf"))
-    checked = check_folder(path, for_llamacpp=to == "llama.cpp" or bool(files), to=to)
+    checked = check_folder(path, to="llama.cpp" if files else to)
     for file in files:
         config = loads((path / "config.json").read_text()) if checked.layout else None
         checked.problems.extend(f"{file.name}: {problem}" for problem in check_file(file, config)[1])
     return checked
 
 
-def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = "") -> Checked:
+def check_folder(folder: str | Path, *, to: str = "") -> Checked:
     """Compare a folder with what vLLM and SGLang, or llama.cpp's converter, need of its layout.
 
-    Args: for_llamacpp: whether it is llama.cpp's converter that reads it. to: the engine, see `check_export`.
-    Raises: BadInput if it is not a head's folder.
+    Args: to: the engine, see `check_export`. Raises: BadInput if it is not a head's folder.
     """
-    folder = Path(folder)
+    folder, for_llamacpp = Path(folder), to == "llama.cpp"
     path = folder / "config.json"
     if not path.is_file():
         raise BadInput(f"{folder}: {lack_of(folder, path.name)}")
@@ -86,7 +85,7 @@ def check_folder(folder: str | Path, *, for_llamacpp: bool = False, to: str = ""
     if family is None:
         raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
     serving = SERVINGS[family]
-    contract = serving.contract(folder, config, stored, to="llama.cpp" if for_llamacpp else to)
+    contract = serving.contract(folder, config, stored, to=to)
     problems = [*stored.problems, *contract.problems]
     if serving.in_sglang:
         problems += window_problems(config, in_sglang=serving.in_sglang, to=to)
@@ -119,11 +118,9 @@ def wrong_types(config: Mapping[str, Any], types: Mapping[str, Any], prefix: str
 
 def recognised(config: dict[str, Any], stored: TensorFiles) -> str | None:
     """The family, recognised by config keys and tensor names even if others are wrong; None: unknown."""
-    served = SERVINGS
-    if config.get("model_type") in [family for family in HEADS if family not in served]:
+    if config.get("model_type") in [family for family in HEADS if family not in SERVINGS]:
         return None  # a head of ours that no engine loads
-    in_order = sorted(served, key=lambda family: served[family].order)
-    return next((family for family in in_order if served[family].recognises(config, stored)), None)
+    return next((family for family, serving in SERVINGS.items() if serving.recognises(config, stored)), None)
 
 
 def shape_problems(contract: Contract, stored: TensorFiles) -> list[str]:

@@ -34,8 +34,7 @@ def check_file(path: Path, config: Mapping[str, Any] | None = None) -> tuple[str
         problems += head_problems(file, layout)
     if config is not None and layout is not None:
         problems += differences(file, config, layout)
-    in_order = sorted(SERVINGS.values(), key=lambda serving: serving.order)
-    return f"{next(filter(None, (serving.method_of(file) for serving in in_order)))} (GGUF)", problems
+    return f"{next(filter(None, (serving.method_of(file) for serving in SERVINGS.values())))} (GGUF)", problems
 
 
 def tokenizer_problems(file: GgufFile) -> list[str]:

@@ -24,11 +24,9 @@ def command(head: HeadFolder, folder: str, *, target: str, to: str) -> str:
     """The command that serves an exported head. A folder of the speculators layout names its target itself."""
     if to == "speculators":
         return f"vllm serve {quote(folder)}"
-    told: dict[str, Any] = {"method": METHODS[head.method], "num_speculative_tokens": head.num_drafted}
+    told: dict[str, Any] = {"method": METHODS[head.method], "model": folder, "num_speculative_tokens": head.num_drafted}
     if head.is_module:
-        target = folder
-    else:
-        told = {"method": told["method"], "model": folder, "num_speculative_tokens": head.num_drafted}
+        target = told.pop("model")
     if head.is_parallel:
         told["parallel_drafting"] = True
     return f"vllm serve {quote(target)} --speculative-config {quote(json.dumps(told, separators=(',', ':')))}"

@@ -24,7 +24,6 @@ CHAT_FILES = ("chat_template*", "generation_config.json")
 
 class DraftLMServing(Serving):
     layouts = ("hf",)
-    order = 6  # any causal language model
     is_whole_model = True
 
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:

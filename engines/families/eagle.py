@@ -29,7 +29,6 @@ BIAS = "fc.bias"
 
 
 class EagleServing(Serving):
-    order = 4
     key_types = {"eagle_config": dict}
     computes = ("num_layers", "bias", "architecture")
 

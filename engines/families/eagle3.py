@@ -153,7 +153,6 @@ def require_tensors(
 
 class Eagle3Serving(Serving):
     layouts = ("speculators",)
-    order = 3
     keeps_vocabulary = True
     key_types = {"eagle_config": dict}
     computes = ("num_layers", *OPTIONS, "architecture", "sliding_window", "parallel", "mask_token_id")

@@ -38,7 +38,6 @@ def as_ours(name: str, num_residual_blocks: int = 0) -> str:
 
 
 class MedusaServing(Serving):
-    order = 2
     key_types = dict.fromkeys(("medusa_num_heads", "medusa_num_layers"), int)
     computes = ("num_residual_blocks", "output")
 

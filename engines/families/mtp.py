@@ -118,7 +118,6 @@ def is_module_tensor(config: Mapping[str, Any], name: str) -> bool:
 
 class MtpServing(Serving):
     layouts = ("hf",)
-    order = 5
     is_module = is_whole_model = True
     key_types = dict.fromkeys(COUNT_KEYS, int)
     computes = ("layout",)

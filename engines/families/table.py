@@ -1,4 +1,5 @@
-"""The table of what engines know of the families of heads; a family that is not in it is loaded by no engine."""
+"""The table of what engines know of the families of heads; a family that is not in it is loaded by no engine. A folder
+is of the first family here that recognises it."""
 
 from ..layouts.serving import Serving
 from .block import BlockServing
@@ -9,10 +10,10 @@ from .medusa import MedusaServing
 from .mtp import MtpServing
 
 SERVINGS: dict[str, Serving] = {
-    "medusa": MedusaServing(),
-    "eagle": EagleServing(),
-    "eagle3": Eagle3Serving(),
-    "mtp": MtpServing(),
-    "draft_lm": DraftLMServing(),
     "block": BlockServing(),
+    "medusa": MedusaServing(),
+    "eagle3": Eagle3Serving(),
+    "eagle": EagleServing(),
+    "mtp": MtpServing(),
+    "draft_lm": DraftLMServing(),  # any causal language model
 }

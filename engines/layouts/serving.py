@@ -121,7 +121,6 @@ class Serving:
 
     methods: tuple[str, ...] = ()  # its ways of drafting, where they are several; empty: one, named as the family
     layouts: tuple[str, ...] = ()  # what is written besides folders for an engine: "speculators", "hf"
-    order: int = 0  # where several families recognise a folder, it belongs to the one of the lowest order
     keeps_vocabulary: bool = False  # whether engines read a cut draft vocabulary; from other heads they draft the whole
     is_module: bool = False  # whether heads become part of the target's checkpoint
     is_whole_model: bool = False  # whether the folder has embedding and output layer of its own, as any model's

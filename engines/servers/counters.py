@@ -18,22 +18,18 @@ class Counters:
     accepted_at: list[int] = field(default_factory=list)
 
     def __sub__(self, before: "Counters") -> "Counters":
-        drafted = (
-            None
-            if None in (self.num_drafted, before.num_drafted)
-            else (self.num_drafted or 0) - (before.num_drafted or 0)
-        )
-        at = [now - then for now, then in zip_longest(self.accepted_at, before.accepted_at, fillvalue=0)]
-        return Counters(self.num_rounds - before.num_rounds, drafted, self.num_accepted - before.num_accepted, at)
+        return self._with(before, -1)
 
     def __add__(self, other: "Counters") -> "Counters":
-        drafted = (
-            None
-            if None in (self.num_drafted, other.num_drafted)
-            else (self.num_drafted or 0) + (other.num_drafted or 0)
-        )
-        at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
-        return Counters(self.num_rounds + other.num_rounds, drafted, self.num_accepted + other.num_accepted, at)
+        return self._with(other, 1)
+
+    def _with(self, other: "Counters", sign: int) -> "Counters":
+        drafted = None
+        if self.num_drafted is not None and other.num_drafted is not None:
+            drafted = self.num_drafted + sign * other.num_drafted
+        at = [one + sign * more for one, more in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
+        accepted = self.num_accepted + sign * other.num_accepted
+        return Counters(self.num_rounds + sign * other.num_rounds, drafted, accepted, at)
 
     @property
     def is_possible(self) -> bool:

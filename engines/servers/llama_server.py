@@ -27,8 +27,8 @@ def served_as(head: Path) -> tuple[Serving, str]:
     file = read_gguf(head)
     if file.problem:
         raise BadInput(f"--head {head}: {file.problem}")
-    in_order = sorted(SERVINGS.values(), key=lambda serving: serving.order)
-    return next((serving, method) for serving in in_order if (method := serving.method_of(file)) is not None)
+    every = SERVINGS.values()
+    return next((serving, method) for serving in every if (method := serving.method_of(file)) is not None)
 
 
 def cache_flags(dynamic: str | Path) -> list[str]:

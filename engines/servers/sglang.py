@@ -1,8 +1,10 @@
 """SGLang's server (0.5.23, as its source has it), and its counters, which know no draft positions."""
 
+import shlex
 from collections.abc import Sequence
 
 from ...base.errors import BadInput
+from ..sglang import flags
 from .address import Address
 from .counters import Counters, samples, total
 from .engine import LONGEST_MATCH, ServerEngine
@@ -32,28 +34,15 @@ class SglangEngine(ServerEngine):
         return ["--speculative-algorithm", "NGRAM", DRAFT_TOKENS, str(num_draft_tokens + 1)]
 
     def draft_model(self, folder: str, num_draft_tokens: int) -> list[str]:
-        line = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", folder]
-        return [
-            *line,
-            STEPS,
-            str(num_draft_tokens),
-            "--speculative-eagle-topk",
-            "1",
-            DRAFT_TOKENS,
-            str(num_draft_tokens + 1),
-        ]
+        return shlex.split(flags("draft_lm", num_draft_tokens, folder=shlex.quote(folder)) or "")
 
     def counters(self, address: Address) -> Counters | None:
-        return read_counters(address.read("/metrics") or "")
-
-
-def read_counters(text: str) -> Counters | None:
-    """From /metrics. It counts verifications when a request ends, with its tokens; each one's first token is its
-    prefill's, and each verification gives one token beside those accepted. None: it counts no drafts."""
-    found = samples(text)
-    rounds, tokens, requests = (
-        total(found, f"sglang:{name}") for name in ("spec_verify_calls", "generation_tokens", "num_requests")
-    )
-    if rounds is None or tokens is None:
-        return None
-    return Counters(rounds, None, tokens - (requests or 0) - rounds)
+        """It counts verifications when a request ends, with its tokens; each one's first token is its prefill's, and
+        each verification gives one token beside those accepted."""
+        found = samples(address.read("/metrics") or "")
+        rounds, tokens, requests = (
+            total(found, f"sglang:{name}") for name in ("spec_verify_calls", "generation_tokens", "num_requests")
+        )
+        if rounds is None or tokens is None:
+            return None
+        return Counters(rounds, None, tokens - (requests or 0) - rounds)

@@ -42,18 +42,13 @@ class VllmEngine(ServerEngine):
         return [SPECULATION, json.dumps(told)]
 
     def counters(self, address: Address) -> Counters | None:
-        return read_counters(address.read("/metrics") or "")
-
-
-def read_counters(text: str) -> Counters | None:
-    """From /metrics, summed over its engines; None: it counts no drafts."""
-    found = samples(text)
-    rounds = total(found, f"{PREFIX}drafts")
-    if rounds is None:
-        return None
-    at: dict[int, int] = {}
-    for name, labels, value in found:
-        if name == f"{PREFIX}accepted_tokens_per_pos":
-            at[int(labels["position"])] = at.get(int(labels["position"]), 0) + int(value)
-    accepted = total(found, f"{PREFIX}accepted_tokens") or 0
-    return Counters(rounds, total(found, f"{PREFIX}draft_tokens"), accepted, [at[i] for i in sorted(at)])
+        found = samples(address.read("/metrics") or "")  # of several engines, which are added up
+        rounds = total(found, f"{PREFIX}drafts")
+        if rounds is None:
+            return None
+        at: dict[int, int] = {}
+        for name, labels, value in found:
+            if name == f"{PREFIX}accepted_tokens_per_pos":
+                at[int(labels["position"])] = at.get(int(labels["position"]), 0) + int(value)
+        accepted = total(found, f"{PREFIX}accepted_tokens") or 0
+        return Counters(rounds, total(found, f"{PREFIX}draft_tokens"), accepted, [at[i] for i in sorted(at)])

@@ -349,8 +349,6 @@ def test_a_command_is_told_for_an_engine_only_if_the_head_can_be_exported_for_it
 
 def test_every_family_is_exported_or_known_not_to_be(on_disk):
     """A family without serving is refused with that reason; what another says of engines is in their words."""
-    orders = [serving.order for serving in SERVINGS.values()]
-    assert len(set(orders)) == len(orders), "which family a folder is of does not depend on the table's order"
     for family in HEADS:
         assert set(engines_of(family)) <= {*ENGINES, *LAYOUTS}
     assert EagleConfig().bias is False
