@@ -41,7 +41,6 @@ from .store import picked
 RESULTS = Path("docs/results/heads.json")
 PAGE = RESULTS.with_suffix(".md")
 QUICKSTART = Path("runs/smoke")
-TOLERANCE = 0.25  # how far a head's size may be from the budget
 # of a run's configuration, what its figures do not depend on: no validation is run
 IRRELEVANT = "output_dir device log_every checkpoint_every keep_checkpoints wandb_project".split()
 IRRELEVANT += ["decode_prompts", "decode_tokens", "patience"]
@@ -58,7 +57,6 @@ class Bench:
     steps: int = 240
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     limit: int | None = None
-    budget: int | None = None
     output: Path = RESULTS
     runs: Path = Path("runs/bench")
     max_new_tokens: int = 96
@@ -85,18 +83,9 @@ def training_run(bench: Bench, name: str, *, seed: int, folder: str) -> RunConfi
 
 
 def count_parameters(bench: Bench) -> dict[str, int]:
-    """Trained parameters of each head on the target, from its config alone.
-
-    Raises: BadInput if one does not fit the target, or is further from the budget than TOLERANCE.
-    """
-    configs = {name: read_bench(name).config for name in bench.heads}
+    """Trained parameters of each head on the target, from its config alone. Raises BadInput if one does not fit it."""
     skeleton = load_skeleton(TargetConfig(path=bench.target))
-    counts = {name: head_size(config, skeleton).parameters for name, config in configs.items()}
-    for name, count in counts.items():
-        if bench.budget is not None and abs(count / bench.budget - 1) > TOLERANCE:
-            expected = f"expected {bench.budget:,} within {TOLERANCE:.0%}"
-            raise BadInput(f"configs/bench/{name}.yaml: {count:,} parameters on {bench.name}: {expected}")
-    return counts
+    return {name: head_size(read_bench(name).config, skeleton).parameters for name in bench.heads}
 
 
 def settings_of(bench: Bench, name: str, *, seed: int, target: Target) -> str:
@@ -196,7 +185,7 @@ def bench_of(options: argparse.Namespace) -> Bench:
                 raise BadInput(f"{path}: not there: run make smoke first, or give --target, --train and --prompts")
     if not all(paths.values()):
         raise BadInput("give all of --target, --train and --prompts, or none")
-    others = {name: getattr(options, name) for name in ("steps", "seeds", "limit", "budget", "output")}
+    others = {name: getattr(options, name) for name in ("steps", "seeds", "limit", "output")}
     heads = options.heads or [name for name in bench_names() if read_bench(name).in_budget]
     return Bench(heads=heads, **paths, **others)
 
@@ -211,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--heads", nargs="+", help=f"[default: those of one size] of {', '.join(bench_names())}")
     parser.add_argument("--limit", type=int, help="only the first N prompts")
-    parser.add_argument("--budget", type=int, help=f"refuse heads whose size is not N within {TOLERANCE:.0%}")
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"[default: {RESULTS}]")
     parser.add_argument(
         "--table", action="store_true", help="only write the tables of docs/results/heads.md anew, from --output"

@@ -32,9 +32,6 @@ LARGE = replace(TOY, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads
 LARGE = replace(LARGE, dtype="bf16")
 SERVED = ("eagle3", "block", "medusa", "mtp")  # the families of 8b
 
-# what is asked of EAGLE-3 with 7 depths at 8B shape, one row of 4096 tokens, the whole vocabulary of 152,064
-BARS = {"mfu": (">=", 0.45), "peak_bytes": ("<=", 24e9)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
@@ -133,33 +130,13 @@ def measure(cell: StepCell, device: str) -> Figures:
     return {**figures, "roofline_tokens_per_second": round(tokens * rate, 1)}
 
 
-def summarize(document: Figures) -> Figures:
-    """`bars`: each, its figure without and with train.compile, and whether the better of both holds it.
-
-    `holds` is null at another size than 8b, or where nothing was measured.
-    """
-    shape = shape_of(SIZES[document["size"]], "eagle3")
-    plain, compiled = (
-        document["cells"].get(cell_of(shape, is_compiled=is_compiled).name, {}) for is_compiled in (False, True)
-    )
-    bars = {}
-    for name, (sign, limit) in BARS.items():
-        known = [cell[name] for cell in (plain, compiled) if cell.get(name) is not None]
-        holds = None
-        if document["size"] == "8b" and known:
-            holds = max(known) >= limit if sign == ">=" else min(known) <= limit
-        values = {"plain": plain.get(name), "compiled": compiled.get(name)}
-        bars[name] = {"bar": f"{sign} {limit:g}", "cell": cell_of(shape).name, **values, "holds": holds}
-    return {"bars": bars}
-
-
 def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
     """Measure what the file lacks, of small and large all of it; the document, and the exit code.
 
     Raises: BadInput if the file holds another run.
     """
     header = {"size": size, "device": device_name(torch.device(device)), "torch": torch.__version__}
-    results = CellStore(path, header, summarize, is_new=SIZES[size].is_estimated)
+    results = CellStore(path, header, is_new=SIZES[size].is_estimated)
     results.document.setdefault("num_threads", torch.get_num_threads())
     code = results.run(list(cells_of(SIZES[size])), lambda cell: measure(cell, device))
     return results.document, code
@@ -174,13 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     size = options.size or ("small" if options.device == "cpu" else "large")
     try:
-        document, code = run(options.output, size=size, device=options.device)
+        return run(options.output, size=size, device=options.device)[1]
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2
-    for name, bar in document["bars"].items():
-        print(f"{name} {bar['bar']}: {bar['plain']}, compiled {bar['compiled']}: holds {bar['holds']}")
-    return code
 
 
 if __name__ == "__main__":

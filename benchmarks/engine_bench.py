@@ -20,33 +20,12 @@ from ..base.errors import BadInput
 from ..eval.figures.environment import Environment, device_name
 from ..targets.loading import default_device
 from .engine_cells import CELLS, MAIN, OTHERS, SIZES, EngineWorkbench, random_target
-from .store import CellStore, Figures, judge
-
-# what is asked of a GPU at 8B shape, batch 1
-BARS = {
-    "share_of_copy_bandwidth": (">=", 0.80),
-    "verify_8": ("<=", 1.1),  # tokens, in baseline steps
-    "verify_16": ("<=", 1.2),
-    "round_overhead": ("<=", 0.05),
-    "predicted_speedup": (">=", 2.3),  # of EAGLE-3 with 32k tokens, at the given rates
-    "speedup_over_formula_error": ("<=", 0.10),
-}
+from .store import CellStore, Figures, describe
 
 
 def summarize(document: Figures) -> Figures:
-    """What follows from the cells of a document, and which bars are held."""
-    figures = bar_figures(document)
-    return {
-        "bars": {name: " ".join(map(str, bar)) for name, bar in BARS.items()},
-        "figures": figures,
-        "verify_in_baseline_steps": verify_costs(document["cells"]),
-        "over_captured_graphs": over_captured_graphs(document["cells"]),
-        "holds": {row["of"]: judge(row, BARS) for row in figures},
-    }
-
-
-def bar_figures(document: Figures) -> list[Figures]:
-    """What the bars are about: of the baseline, and of each family whose rounds were timed."""
+    """`figures`: what follows from the cells, of the baseline, of verifying, and of each family whose rounds were
+    timed. docs/results/gpu.md says what is asked of a GPU."""
     cells, rows = document["cells"], []
     base = cells.get("baseline", {})
     if "baseline_ms" in base:
@@ -54,15 +33,18 @@ def bar_figures(document: Figures) -> list[Figures]:
         share = read / document["environment"]["copy_gigabytes_per_second"]
         speed = base["baseline_tokens_per_second"]["median"]
         rows.append({"of": "baseline", "baseline_tokens_per_second": speed, "share_of_copy_bandwidth": round(share, 4)})
-    if verified := {f"verify_{n}": cost for n, cost in verify_costs(cells).items() if f"verify_{n}" in BARS}:
-        rows.append({"of": "verifying", **verified})
+    # by tokens per row: a forward over them and what a round has besides, in baseline steps, which read one token
+    timed = {name: cell for name, cell in cells.items() if name.startswith("verify ") and "round_ms" in cell}
+    if timed:
+        costs = {name: cell["verify_in_baseline_steps"]["median"] for name, cell in timed.items()}
+        rows.append({"of": "verifying", **costs})
     for family in (MAIN, *OTHERS):
         timed, decoded = cells.get(f"draft {family}", {}), cells.get(f"synthetic {family}")
         if "round_ms" in timed:
             parts = ("draft_in_baseline_steps", "verify_in_baseline_steps", "round_in_baseline_steps", "round_overhead")
             medians = {key: timed[key]["median"] for key in parts}
             rows.append({"of": family, **medians, **({} if decoded is None else predictions(timed, decoded))})
-    return rows
+    return {"figures": rows}
 
 
 def predictions(timed: Figures, decoded: Figures) -> Figures:
@@ -80,21 +62,6 @@ def predictions(timed: Figures, decoded: Figures) -> Figures:
     predicted, formula = decoded["given_acceptance_length"] * step / whole, plain / drafted
     numbers = (predicted, abs(predicted / speedup - 1), formula, abs(speedup / formula - 1))
     return {"speedup": speedup, **{key: round(value, 4) for key, value in zip(keys, numbers, strict=True)}}
-
-
-def over_captured_graphs(cells: Figures) -> Figures:
-    """Times of an eager baseline step and round over those of captured graphs, where both were measured."""
-    graph, eager = cells.get(f"draft {MAIN}", {}), cells.get(f"eager {MAIN}", {})
-    if "round_ms" not in graph or "round_ms" not in eager:
-        return {}
-    base = eager["baseline_ms"]["median"] / graph["baseline_ms"]["median"]
-    return {"baseline": round(base, 4), "round": round(eager["round_ms"] / graph["round_ms"], 4)}
-
-
-def verify_costs(cells: Figures) -> dict[str, float]:
-    """By tokens per row: a forward over them and what a round has besides, in baseline steps, which read one token."""
-    timed = {name.split()[1]: cell for name, cell in cells.items() if name.startswith("verify ") and "round_ms" in cell}
-    return {"1": 1.0, **{number: cell["verify_in_baseline_steps"]["median"] for number, cell in timed.items()}}
 
 
 def run(which: str, size_name: str, output: Path, device: torch.device) -> tuple[Figures, int]:
@@ -124,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"headstart: {error}", file=sys.stderr)
         return 2
     for row in document["figures"]:
-        for name, holds in document["holds"][row["of"]].items():
-            bar = f"asked of a GPU at 8B shape: {document['bars'][name]}"
-            print(f"{'holds ' if holds else 'MISSED'} {row['of']}: {name} {row[name]}, {bar}")
+        print(describe(row))
     return code
 
 

@@ -115,15 +115,3 @@ def picked(record: object, keys: str) -> Figures:
 def as_json(value: Any) -> Any:
     """The value as a JSON file gives it back."""
     return json.loads(json.dumps(value))
-
-
-def judge(figures: Mapping[str, Any], bars: Mapping[str, tuple[str, float]]) -> dict[str, bool]:
-    """Which of the bars that a set of figures is about are held; what could not be measured holds none.
-
-    Args: bars: by figure, `>=` or `<=` and the limit.
-    """
-    return {
-        name: figures[name] is not None and (figures[name] >= limit if sign == ">=" else figures[name] <= limit)
-        for name, (sign, limit) in bars.items()
-        if name in figures
-    }

@@ -15,8 +15,10 @@ step "1. A small target: pretrained here, once, on reasoning problems with <thin
 "$python" -m headstart.benchmarks.quickstart.toy_target $run/target
 
 step "2. Regenerate: the target answers the training prompts itself"
-"$python" -m headstart.benchmarks.quickstart.toy_answers $run/target $run/data/reasoning_prompts_train.jsonl $run/data/train.jsonl \
-    --validation $run/data/validation.jsonl
+"$python" -m headstart.scripts.cli data regenerate data/regenerate_local.yaml sources=$run/data/reasoning_prompts_train.jsonl \
+    output=$run/data/answers target=$run/target engine.dtype=float32 engine.batch_size=64 sampling.temperature=0 sampling.max_tokens=224
+head -n 64 $run/data/answers/answers.jsonl > $run/data/validation.jsonl
+tail -n +65 $run/data/answers/answers.jsonl > $run/data/train.jsonl
 
 step "3. Train two heads on those answers; the target stays frozen"
 rm -rf $run/eagle3 $run/medusa
