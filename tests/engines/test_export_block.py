@@ -16,17 +16,15 @@ DFLASH2 = {**DFLASH, "conv_group_size": 16, "selector_rank": 6, "selector_top_k"
 LILICORR = {**DFLASH, "selector_rank": 6, "selector_top_k": 4, "lattice_layers": 2}
 KINDS = {
     "dspark": {},
-    "dspark, fill-in": {"sample_from_anchor": False},
-    "dspark, confidence": {"confidence": True},
-    "dspark, cut": {"draft_vocab_size": 24, "output": "own"},
-    "dflash": DFLASH,
-    "dflash, own": {**DFLASH, "output": "own"},
+    "dspark, a window": {"sample_from_anchor": False, "sliding_window": 6},
+    "dspark, cut": {"draft_vocab_size": 24, "output": "own", "confidence": True},
+    "dflash": {**DFLASH, "output": "own"},
+    "dflash, a window": {**DFLASH, "sliding_window": 6},
     "dflash2": DFLASH2,
     "lilicorr": {**LILICORR, "lattice_size": 24, "lattice_mlp_ratio": 1.5, "output": "own"},
     "lilicorr, convolutions": {**LILICORR, "conv_group_size": 16, "lattice_size": 32, "lattice_scale": 8.0},
-    "dspark, a window": {"sliding_window": 6},
-    "dflash, a window": {**DFLASH, "sliding_window": 6},
 }
+SIZES = {"num_depths": 3, "num_layers": 2, "markov_rank": 8}
 
 
 @pytest.fixture
@@ -34,32 +32,29 @@ def trained(trained, on_disk):
     """trained(**options): such a block drafter, and its folder."""
 
     def make(**options):
-        run = trained("block", **{"num_depths": 3, "num_layers": 2, "markov_rank": 8, **options})
+        run = trained("block", **{**SIZES, **options})
         return load_head(run / "final", on_disk), run
 
     return make
 
 
-def same_drafts(head, folder, target, make_batch):
-    loaded, batch = load_head(folder, target), make_batch(target, head)
-    mine, theirs = (each.teacher_forced_logits(batch)[1] for each in (head, loaded))
-    torch.testing.assert_close(theirs, mine)
-    return loaded
+@pytest.fixture
+def same_drafts(on_disk, make_batch):
+    """same_drafts(head, folder): what is loaded from the folder, which drafts as the head does."""
+
+    def check(head, folder):
+        loaded, batch = load_head(folder, on_disk), make_batch(on_disk, head)
+        mine, theirs = (each.teacher_forced_logits(batch)[1] for each in (head, loaded))
+        torch.testing.assert_close(theirs, mine)
+        return loaded
+
+    return check
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_exported_comes_back_the_same(kind, trained, on_disk, make_batch, tmp_path):
+def test_what_is_exported_comes_back_the_same(kind, trained, same_drafts, on_disk, tmp_path):
+    """Also without our record, as others publish: under names with a prefix, and with copies of the target's tables."""
     head, run = trained(**KINDS[kind])
-    export_head(run, tmp_path / "out", to="vllm")
-    assert check_folder(tmp_path / "out").problems == []
-    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_batch, tmp_path):
-    """Without our record, under names with a prefix, and with copies of the target's tables in it."""
-    head, run = trained(**KINDS[kind])
-    export_head(run, tmp_path / "out", to="vllm")
 
     def publish(config, tensors):
         del config["headstart_export"]
@@ -71,12 +66,14 @@ def test_a_published_head_drafts_as_it_was_trained(kind, trained, on_disk, make_
         for name in [name for name in tensors if name not in ("d2t", "t2d")]:
             tensors[f"model.{name}"] = tensors.pop(name)
 
-    rewritten(tmp_path / "out", publish)
-    loaded = same_drafts(head, tmp_path / "out", on_disk, make_batch)
+    export_head(run, tmp_path / "out", to="vllm")
+    assert check_folder(tmp_path / "out").problems == []
+    assert load_head(tmp_path / "out", on_disk).config == head.config
+    loaded = same_drafts(head, rewritten(tmp_path / "out", publish))
     assert loaded.config.num_depths == 3 and loaded.feature_layers == head.feature_layers
 
 
-def test_a_head_of_the_speculators_library_is_read(trained, on_disk, make_batch, tmp_path):
+def test_a_head_of_the_speculators_library_is_read(trained, same_drafts, tmp_path):
     head, run = trained(sample_from_anchor=False)
     export_head(run, tmp_path / "out", to="vllm")
 
@@ -93,13 +90,12 @@ def test_a_head_of_the_speculators_library_is_read(trained, on_disk, make_batch,
             "aux_hidden_state_layer_ids": [i + 1 for i in ids],
         }
 
-    rewritten(tmp_path / "out", as_speculators)
-    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+    same_drafts(head, rewritten(tmp_path / "out", as_speculators))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "lilicorr" not in kind])
 def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
-    kind, trained, on_disk, make_batch, tmp_path
+    kind, trained, same_drafts, on_disk, tmp_path
 ):
     head, run = trained(**KINDS[kind])
     export_head(run, tmp_path / "out", to="speculators")
@@ -108,9 +104,8 @@ def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     found = check_folder(tmp_path / "out")
     assert found.problems == [] and found.layout == "block (speculators)"
-    assert same_drafts(head, tmp_path / "out", on_disk, make_batch).config == head.config
-    rewritten(tmp_path / "out", key("headstart_export", ...))
-    same_drafts(head, tmp_path / "out", on_disk, make_batch)
+    assert load_head(tmp_path / "out", on_disk).config == head.config
+    same_drafts(head, rewritten(tmp_path / "out", key("headstart_export", ...)))
 
 
 SPECULATORS_FAULTS = {
@@ -165,10 +160,9 @@ ALL_FAULTS += [("speculators", "dspark", *fault) for fault in SPECULATORS_FAULTS
 
 
 @pytest.mark.parametrize(("to", "kind", "name", "value", "problem"), ALL_FAULTS, ids=[*FAULTS, *SPECULATORS_FAULTS])
-def test_a_flag_that_costs_acceptance_is_found(to, kind, name, value, problem, trained, tmp_path):
-    export_head(trained(**KINDS[kind])[1], tmp_path / "out", to=to)
-
-    problems = check_folder(rewritten(tmp_path / "out", key(name, value))).problems
+def test_a_flag_that_costs_acceptance_is_found(to, kind, name, value, problem, copied):
+    folder = copied("block", to, **{**SIZES, **KINDS[kind]})
+    problems = check_folder(rewritten(folder, key(name, value))).problems
     assert any(re.search(problem, line) for line in problems), problems
 
 
@@ -202,16 +196,14 @@ def test_what_no_engine_computes_is_not_written(options, to, message, trained, t
         (drop("fc.weight"), "tensor fc.weight"),
     ],
 )
-def test_a_block_of_another_kind_is_not_loaded(change, message, trained, on_disk, tmp_path):
-    export_head(trained()[1], tmp_path / "out", to="vllm")
-
+def test_a_block_of_another_kind_is_not_loaded(change, message, copied, on_disk):
     def both(config, tensors):
         del config["headstart_export"]
         change(config, tensors)
 
-    rewritten(tmp_path / "out", both)
+    folder = rewritten(copied("block", "vllm", **SIZES), both)
     with pytest.raises(BadInput, match=message):
-        load_head(tmp_path / "out", on_disk)
+        load_head(folder, on_disk)
 
 
 def test_commands_name_the_method_and_the_width(trained, tmp_path):

@@ -10,51 +10,35 @@ import torch
 from damaging import at_first, drop, key, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
-from headstart.engines.export import export_head
-from headstart.engines.heads import build_head, head_class, save_head
-from headstart.targets.target import Target
 from json_places import changed, places_in
 from safetensors.torch import load_file, save_file
 
-OPTIONS = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24, "num_layers": 1}}
+MEDUSA, EAGLE3 = {"num_depths": 2}, {"draft_vocab_size": 24}
+BLOCK = {"num_depths": 3, "markov_rank": 8}
 KINDS = {
     "eagle": ("eagle", "vllm", {}),
-    "eagle3": ("eagle3", "vllm", {}),
-    "deep": ("eagle3", "vllm", {"num_layers": 2}),
-    "speculators": ("eagle3", "speculators", {}),
-    "medusa": ("medusa", "vllm", {}),
-    "published": ("medusa", "", {}),  # our own folders have its names
-    "cut eagle": ("eagle", "vllm", {"draft_vocab_size": 24}),
+    "eagle3": ("eagle3", "vllm", EAGLE3),
+    "deep": ("eagle3", "vllm", {**EAGLE3, "num_layers": 2}),
+    "speculators": ("eagle3", "speculators", EAGLE3),
+    "medusa": ("medusa", "vllm", MEDUSA),
+    "published": ("medusa", "", MEDUSA),  # our own folders have its names
+    "cut eagle": ("eagle", "vllm", EAGLE3),
     "draft_lm": ("draft_lm", "hf", {}),
-    "block": ("block", "vllm", {"num_depths": 3, "markov_rank": 8}),
-    "block in speculators": ("block", "speculators", {"num_depths": 3, "markov_rank": 8}),
+    "block": ("block", "vllm", BLOCK),
+    "block in speculators": ("block", "speculators", BLOCK),
 }
 
 
-@pytest.fixture(scope="module")
-def exported(saved_target, tmp_path_factory):
+@pytest.fixture
+def exported(sound):
     """exported("eagle3"): a sound folder, made once."""
-    target, made = Target.load(saved_target), {}
-
-    def make(kind):
-        if kind not in made:
-            family, to, options = KINDS[kind]
-            config = head_class(family).config_class(**OPTIONS.get(family, {}) | options)
-            ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
-            folder = tmp_path_factory.mktemp("made")
-            save_head(build_head(config, target, draft_token_ids=ids, seed=2), folder / "run")
-            if to:
-                export_head(folder / "run", folder / "out", to=to)
-            made[kind] = folder / ("out" if to else "run")
-        return made[kind]
-
-    return make
+    return lambda kind: sound(*KINDS[kind][:2], **KINDS[kind][2])
 
 
 @pytest.fixture
-def copied(exported, tmp_path):
+def copied(copied):
     """copied("eagle3"): a copy of the sound folder."""
-    return lambda kind: Path(shutil.copytree(exported(kind), tmp_path / "out"))
+    return lambda kind: copied(*KINDS[kind][:2], **KINDS[kind][2])
 
 
 @pytest.fixture
@@ -127,7 +111,7 @@ FAULTS = {
     "features not used": ("eagle3", key("eagle_config.use_aux_hidden_state", ...), "SGLang reads no features"),
     "no draft vocabulary": ("eagle3", key("draft_vocab_size", ...), "draft_vocab_size: missing; SGLang needs the key"),
     "too large a vocabulary": ("eagle3", key("draft_vocab_size", 99), "99, expected 1 to vocab_size 61"),
-    "null where a number is": ("eagle3", key("target_hidden_size", None), "must be a number or not there"),
+    "null where a number is": ("eagle3", key("target_hidden_size", None), "must be 32 or not there"),
     "residual not said": ("speculators", key("norm_before_residual", ...), "norm_before_residual: must be there"),
     "norms said once": ("speculators", key("transformer_layer_config.norm_output", ...), "vLLM starts from that"),
     "no target": ("speculators", key("speculators_config.verifier", {}), "vLLM finds the target by it"),

@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from damaging import drop, put, rewritten
+from damaging import drop, key, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
 from headstart.engines.export import export_head, notes, read_folder
@@ -47,22 +48,31 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 
+def made_in(folder, layout, tiny_model):
+    """The folders of a target without MTP modules that engines load them with, and of a head."""
+    target = folder / "target"
+    if layout == "mimo":
+        tiny_model("qwen2").save_pretrained(target)
+    else:
+        torch.manual_seed(0)
+        DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)).save_pretrained(target)
+    head = build_head(MtpConfig(layout=layout, num_depths=2), Target.load(target), seed=2)
+    save_head(head, folder / "run" / "final")
+    return target, folder / "run"
+
+
 @pytest.fixture
 def trained(tmp_path, tiny_model):
-    """trained(layout): the folders of a target without MTP modules that engines load them with, and of a head."""
+    """trained(layout): such folders."""
+    return lambda layout="mimo": made_in(tmp_path, layout, tiny_model)
 
-    def make(layout="mimo", **options):
-        folder = tmp_path / "target"
-        if layout == "mimo":
-            tiny_model("qwen2").save_pretrained(folder)
-        else:
-            torch.manual_seed(0)
-            DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)).save_pretrained(folder)
-        head = build_head(MtpConfig(**{"layout": layout, "num_depths": 2, **options}), Target.load(folder), seed=2)
-        save_head(head, tmp_path / "run" / "final")
-        return folder, tmp_path / "run"
 
-    return make
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, tiny_model):
+    """An exported head, made once."""
+    folder = tmp_path_factory.mktemp("made")
+    export_head(made_in(folder, "mimo", tiny_model)[1], folder / "out", to="vllm")
+    return folder / "out"
 
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek_v3"])
@@ -85,16 +95,19 @@ def test_modules_go_beside_the_layers_of_a_target_without_them(trained, tmp_path
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize(("layout", "measured", "k"), [("mimo", None, 2), ("mimo", 5, 5), ("deepseek_v3", None, 2)])
-def test_engines_are_told_as_many_drafts_as_were_trained_or_measured(trained, layout, measured, k):
+def test_engines_are_told_as_many_drafts_as_were_trained_or_measured(trained):
     """The number of modules, one, divides any K, and engines feed the module its own output."""
-    head = read_folder(trained(layout)[1])
-    words = {"vllm": f'"num_speculative_tokens":{k}', "llama.cpp": f"--spec-draft-n-max {k}"}
-    words["sglang"] = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
-    for engine, told in words.items():
-        assert told in commands_of_engine(engine, head, "served", measured)[-1]
+    head = read_folder(trained()[1])
+    for measured, k in ((None, 2), (5, 5)):
+        words = {"vllm": f'"num_speculative_tokens":{k}', "llama.cpp": f"--spec-draft-n-max {k}"}
+        words["sglang"] = (
+            f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+        )
+        for engine, told in words.items():
+            assert told in commands_of_engine(engine, head, "served", measured)[-1]
 
 
+COUNT = "num_nextn_predict_layers"
 FAULTS = {
     "missing": (drop("model.mtp_layers.0.input_proj.weight"), "input_proj.weight: missing"),
     "missing in the layer": (drop("model.mtp_layers.0.self_attn.q_proj.bias"), "bias: missing"),
@@ -108,56 +121,38 @@ FAULTS = {
         put("model.mtp_layers.0.final_layernorm.weight", lambda norm: norm.fill_(float("nan"))),
         "32 of 32 values are NaN",
     ),
+    "two modules said": (key(COUNT, 2), "model.mtp_layers.1.input_proj.weight: missing"),
+    "none said": (key(COUNT, None), "expected the number of modules"),
 }
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS.values(), ids=list(FAULTS))
-def test_faults_of_modules_are_found(trained, tmp_path, fault, reason):
-    _, run = trained()
-    export_head(run, tmp_path / "out", to="vllm")
-    problems = check_folder(rewritten(tmp_path / "out", fault, weights="model-mtp.safetensors")).problems
+def test_faults_of_modules_are_found(sound, tmp_path, fault, reason):
+    folder = Path(shutil.copytree(sound, tmp_path / "out"))
+    problems = check_folder(rewritten(folder, fault, weights="model-mtp.safetensors")).problems
     assert any(re.search(reason, line) for line in problems), problems
 
 
-def test_faults_of_the_copy_are_found(trained, tmp_path):
-    _, run = trained()
-    export_head(run, tmp_path / "out", to="vllm")
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    for value, reason in (
-        (2, "model.mtp_layers.1.input_proj.weight: missing"),
-        (None, "expected the number of modules"),
-    ):
-        path.write_text(json.dumps({**config, "num_nextn_predict_layers": value}))
-        assert any(reason in line for line in check_folder(tmp_path / "out").problems)
-    path.write_text(json.dumps(config))
-    (tmp_path / "out" / "model.safetensors").unlink()
-    problems = check_folder(tmp_path / "out").problems
+def test_faults_of_the_copy_are_found(sound, tmp_path):
+    folder = Path(shutil.copytree(sound, tmp_path / "out"))
+    (folder / "model.safetensors").unlink()
+    problems = check_folder(folder).problems
     assert any("names model.safetensors, which is not there" in line for line in problems)
     assert any("layer 0 of the target: no tensor of it" in line for line in problems)
     # and a head's own folder is none that an engine serves
-    assert any("served within the target" in line for line in check_folder(run / "final").problems)
+    own = sound.with_name("run") / "final"
+    assert any("served within the target" in line for line in check_folder(own).problems)
 
 
-def test_what_cannot_be_served_is_refused(trained, tmp_path):
-    target, run = trained()
-    for path in target.iterdir():
-        path.unlink()
-    target.rmdir()
-    with pytest.raises(BadInput, match="not there, and weights take its dtype: name it with --target"):
-        export_head(run, tmp_path / "other", to="vllm")
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
-def test_no_modules_go_beside_quantised_layers(trained, tmp_path, method):
+def test_no_modules_go_beside_quantised_layers(trained, tmp_path):
     """Engines would read them as quantised too, and take what they find for numbers of eight bits."""
     target, run = trained()
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(BadInput, match=rf"stored quantised \({method}\): engines read its modules so too"):
-        export_head(run, tmp_path / "out", to="vllm", dtype="bfloat16")
-    assert not (tmp_path / "out").exists()
+    for method in ("fp8", "compressed-tensors"):
+        (target / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+        with pytest.raises(BadInput, match=rf"stored quantised \({method}\): engines read its modules so too"):
+            export_head(run, tmp_path / "out", to="vllm", dtype="bfloat16")
+        assert not (tmp_path / "out").exists()
 
 
 QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14}
@@ -193,6 +188,7 @@ KINDS: dict[str, tuple[Kind, list[str]]] = {
 }
 
 
+@pytest.mark.fast_only(name=["glm_ocr"])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_modules_of_each_kind_are_written_and_read_back_by_the_engines_names(name, tmp_path):
     made, names = KINDS[name]

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from headstart.base.errors import BadInput
 from headstart.engines.export import engines_of, export_head
 from headstart.engines.heads import build_head, head_class, load_head, save_head
@@ -23,18 +22,17 @@ LAYOUTS += [("block", "vllm"), ("block", "speculators"), ("mtp", "vllm")]  # a d
 
 
 @pytest.fixture
-def exported(target_for, tmp_path):
+def exported(on_disk, copied, target_for, tmp_path):
     """exported(family, to): a target, and a folder of that layout as if others had made it, with its config."""
 
     def make(family, to):
-        target = target_for(family)
-        config = head_class(family).config_class(**OPTIONS.get(family, {}))
-        ids = torch.arange(3, 51, 2) if config.draft_vocab_size else None
-        save_head(build_head(config, target, draft_token_ids=ids), tmp_path / "head")
-        if to:
+        target = on_disk
+        if family == "mtp":
+            target = target_for(family)
+            save_head(build_head(head_class(family).config_class(**OPTIONS[family]), target), tmp_path / "head")
             export_head(tmp_path / "head", tmp_path / "out", to=to)
-        else:  # our own folders have the names of those that others published
-            (tmp_path / "head").rename(tmp_path / "out")
+        else:
+            copied(family, to, **OPTIONS.get(family, {}))
         written = json.loads((tmp_path / "out" / "config.json").read_text())
         for ours in ("headstart_export", "headstart"):
             written.pop(ours, None)
@@ -106,13 +104,11 @@ def test_the_line_names_file_and_key(exported, family, to, key, value, problem):
 
 @pytest.mark.parametrize("place", ["headstart", "headstart_export"])
 @pytest.mark.parametrize(("key", "value"), [("feature_layers", 5), ("num_depths", "five"), ("type", "medusa")])
-def test_our_own_record_is_checked_alike(exported, tmp_path, place, key, value):
-    target, folder, _ = exported("eagle3", "vllm")
-    export_head(tmp_path / "head", tmp_path / "again", to="vllm")
-    folder = tmp_path / ("head" if place == "headstart" else "again")
+def test_our_own_record_is_checked_alike(copied, on_disk, place, key, value):
+    folder = copied("eagle3", "" if place == "headstart" else "vllm", **OPTIONS["eagle3"])
     config = json.loads((folder / "config.json").read_text())
     config[place]["head"][key] = value
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match=f"^head {folder}: ") as caught:
-        load_head(folder, target)
+        load_head(folder, on_disk)
     assert key == "type" or f"config.json: {place}.head.{key}: expected a" in str(caught.value)
