@@ -8,14 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...base.errors import BadInput
+from ...heads.mtp import MtpConfig
+from ...heads.stored.fit import build_skeleton_head
 from ...targets.frozen_model import TWO_SETS
 from ...targets.loading import TargetConfig, quantization, read_model_config
+from ...targets.skeleton import load_skeleton
 from ...targets.weights.mtp_checkpoint import (
     LAYOUTS,
     count_key,
@@ -79,35 +81,6 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else config
 
 
-def layer_like_modules(stored: TensorFiles, num_layers: int, *, is_first: bool) -> dict[str, tuple[int, ...]]:
-    """Names within the layer, and shapes, of the tensors of the target's first layer, or its last with attention."""
-    for i in range(num_layers) if is_first else reversed(range(num_layers)):
-        tensors = {
-            key.split(f".layers.{i}.", 1)[1]: shape
-            for key, shape in stored.shapes.items()
-            if f".layers.{i}." in key and not key.startswith("mtp.")
-        }
-        if any(key.startswith("self_attn.") for key in tensors):
-            return joined_experts(tensors)
-    return {}
-
-
-def joined_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """A layer's shapes with all experts in one tensor, as transformers keeps them, however the checkpoint does."""
-    joined: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-        if match is None:
-            joined[name] = shape
-            continue
-        stem, number, kind = match.groups()
-        if kind != "up":  # as large as its gate
-            whole = f"{stem}.{'down' if kind == 'down' else 'gate_up'}_proj"
-            num_experts = max(joined.get(whole, (0,))[0], int(number) + 1)
-            joined[whole] = (num_experts, shape[0] if kind == "down" else 2 * shape[0], *shape[1:])
-    return joined
-
-
 def is_module_tensor(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP module."""
     num_layers = text_part(config).get("num_hidden_layers", 0)
@@ -127,7 +100,7 @@ class MtpServing(Serving):
         return bool(has_modules) or any(text_part(config).get(key) for key in COUNT_KEYS)
 
     def contract(self, folder: Path, config: dict[str, Any], stored: TensorFiles, *, to: str) -> Contract:
-        """A module's tensors: a decoder layer like the target's last one with attention, a projection and norms."""
+        """A module's tensors, which follow from the target's config."""
         inner = text_part(config)
         name = mtp_layout(stored.shapes) or "deepseek_v3"
         layout, contract = LAYOUTS[name], Contract(f"mtp ({name})", is_ours=partial(is_module_tensor, config))
@@ -140,21 +113,24 @@ class MtpServing(Serving):
         if sizes is None or contract.problems:
             return contract
         hidden, vocab, num_layers = sizes.values()
-        last = layer_like_modules(stored, num_layers, is_first=inner.get("model_type") in layout.first)
         for i in range(num_layers):
             is_there = any(f".layers.{i}." in key for key in stored.shapes)
             missing = f"layer {i} of the target: no tensor of it: MTP modules are served within the target"
             contract.report(not is_there, missing)
-        if not last:
+        try:
+            target = load_skeleton(TargetConfig(path=str(folder)))
+            head = build_skeleton_head(MtpConfig(layout=name, init="random"), target)
+        except BadInput as error:
+            contract.problems.append(f"not checked: {error}")
             return contract
-        parts = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "norm": (hidden,)}
+        own = head.get_submodule("module").state_dict()
         tables = TABLES if layout.repeats_tables else ()
         for k in range(inner[key]):
-            place = {part: getattr(layout, part).format(module=k, layer=num_layers + k) for part in (*parts, "block")}
-            contract.shapes |= {f"{place[part]}.weight": shape for part, shape in parts.items()}
-            contract.shapes |= {f"{place['block']}.{table}.weight": (vocab, hidden) for table in tables}
-            block = {f"{place['block']}.{rest}": torch.empty(shape, device="meta") for rest, shape in last.items()}
-            contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(block, stored.files).items()}
+            served = partial(layout.served_name, num_layers=num_layers, module=k)
+            state = {served(f"module.{rest}"): value for rest, value in own.items()}
+            contract.shapes |= {one: tuple(value.shape) for one, value in views_on_disk(state, stored.files).items()}
+            place = layout.block.format(module=k, layer=num_layers + k)
+            contract.shapes |= {f"{place}.{table}.weight": (vocab, hidden) for table in tables}
         is_tied = inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
         has_output = any(key.endswith("lm_head.weight") for key in stored.shapes)
         contract.report(not is_tied and not has_output, "lm_head.weight: missing in the target")

@@ -42,13 +42,13 @@ class Layout:
     masks_first: bool = True  # the embedding beside position 0 is zero
     repeats_tables: bool = False  # a module has copies of the target's embedding and output layer
 
-    def served_name(self, name: str, *, num_layers: int) -> str:
-        """The checkpoint's name of our head's parameter `module.{part}.{rest}`."""
+    def served_name(self, name: str, *, num_layers: int, module: int = 0) -> str:
+        """The checkpoint's name, in a module of this number, of our head's parameter `module.{part}.{rest}`."""
         _, part, *rest = name.split(".")
         behind = ".".join(rest)
         for ours, theirs in self.renamed.items():
             behind = behind.replace(ours, theirs)
-        return f"{getattr(self, part).format(module=0, layer=num_layers)}.{behind}"
+        return f"{getattr(self, part).format(module=module, layer=num_layers + module)}.{behind}"
 
 
 def behind_layers(
