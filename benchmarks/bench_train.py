@@ -1,12 +1,11 @@
 """`make bench-train`: what a training step costs by head and shape, in tokens per second, memory and matrix products.
 
-    python -m headstart.benchmarks.bench_train [--size small|large|8b|toy] [--output docs/results/train.json]
+    python -m headstart.benchmarks.bench_train [--size small|8b|toy] [--output docs/results/train.json]
 
 Random targets and rows: a step costs the same whatever the weights are. The target's own forward is left aside, its
-states being given. small, the default on a CPU, and large, that of a GPU, have every family at one shape, large that
-of heads on an 8B target, and the memory of EAGLE-3 at 8B shape by estimate. 8b takes five minutes of a GPU: EAGLE-3,
-DSpark, Medusa and MTP by context, each with train.compile and without, and where a step's time goes. toy is the same
-on a CPU.
+states being given. small, the default on a CPU, has every family at one shape, and the memory of EAGLE-3 at 8B shape by
+estimate. 8b, that of a GPU, takes five minutes: EAGLE-3, DSpark, Medusa and MTP by context, each with train.compile and
+without, and where a step's time goes. toy is the same on a CPU.
 """
 
 import argparse
@@ -56,10 +55,6 @@ SIZES = {
         steps=3,
     ),
     "small": StepSize(shape=SMALL, heads=sorted(HEADS), is_estimated=True),
-    "large": StepSize(
-        shape=LARGE, heads=sorted(HEADS), swept=("eagle3",), contexts=(2048, 8192), draft_vocabulary=32000,
-        is_estimated=True,
-    ),
 }  # fmt: skip
 
 
@@ -131,7 +126,7 @@ def measure(cell: StepCell, device: str) -> Figures:
 
 
 def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
-    """Measure what the file lacks, of small and large all of it; the document, and the exit code.
+    """Measure what the file lacks, of small all of it; the document, and the exit code.
 
     Raises: BadInput if the file holds another run.
     """
@@ -145,11 +140,11 @@ def run(path: Path, *, size: str, device: str) -> tuple[Figures, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where a cell failed otherwise than for memory, 2 on bad input."""
     parser = argparse.ArgumentParser(description="What a training step costs.")
-    parser.add_argument("--size", choices=sorted(SIZES), help="[default: small on a CPU, large on a GPU]")
+    parser.add_argument("--size", choices=sorted(SIZES), help="[default: small on a CPU, 8b on a GPU]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write, or to go on with")
     options = parser.parse_args(arguments)
-    size = options.size or ("small" if options.device == "cpu" else "large")
+    size = options.size or ("small" if options.device == "cpu" else "8b")
     try:
         return run(options.output, size=size, device=options.device)[1]
     except BadInput as error:

@@ -10,8 +10,6 @@ any CPU of its kind.
 import argparse
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import first_line
 from ..engines.neutral_sampling import LLAMA_SERVER
+from ..engines.servers.address import Address
 from ..engines.servers.llama_server import LlamaServerEngine
 from ..engines.servers.process import ServerProcess
 from ..eval.decoding.draft_setting import chain
@@ -119,23 +117,11 @@ class LlamaServer(ServerProcess):
 
     def answer(self, prompt: Sequence[int], *, max_new_tokens: int) -> tuple[list[int], bool]:
         """Continue a prompt greedily. Returns: the new tokens, and whether the target ended them, and not the limit.
-        Raises RuntimeError, with the server's message, if that fails, or if its own settings would change the target's
-        choices."""
+        Raises RuntimeError if the server's own settings would change the target's choices, BadInput if it fails."""
         sampling = {**LLAMA_SERVER, "temperature": 0.0}
         asked: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, **sampling}
         asked |= {"cache_prompt": False, "return_tokens": True, "stream": False}
-        request = urllib.request.Request(
-            f"{self.url}/completion",
-            data=json.dumps(asked).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
-                said = json.load(response)
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"llama-server: {error.read().decode(errors='replace')[:300]}") from error
-        except (urllib.error.URLError, OSError) as error:
-            raise RuntimeError(f"llama-server: {first_line(error)}; its log: {self.last_words()}") from error
+        said = json.loads(Address(self.url).post("/completion", asked, seconds=ANSWER_SECONDS))
         applied = said.get("generation_settings", {})
         if other := [f"{key} {applied[key]}" for key, value in sampling.items() if applied.get(key, value) != value]:
             raise RuntimeError(f"llama-server: does not answer greedily as asked: {', '.join(other)}")

@@ -1,4 +1,4 @@
-"""Reading a GGUF file: its keys, and shapes, types and values of its tensors."""
+"""Reading a GGUF file: its keys, and shapes and values of its tensors."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +20,6 @@ class GgufFile:
     keys: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)  # F32, BF16, Q8_0, ...
     stored: dict[str, Any] = field(default_factory=dict)  # the reader's tensor objects
     problem: str | None = None  # why the file cannot be read
 
@@ -76,6 +75,6 @@ def _read_gguf(path: Path, size: int, mtime_ns: int) -> GgufFile:
             values = [part[0].item() for part in parts]
             file.keys[key] = values if entry.types and entry.types[0].name == "ARRAY" else next(iter(values), None)
     for tensor in reader.tensors:
-        file.stored[tensor.name], file.kinds[tensor.name] = tensor, tensor.tensor_type.name
+        file.stored[tensor.name] = tensor
         file.shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
     return file

@@ -68,11 +68,12 @@ class Address:
         """Status and body. Raises BadInput if nothing answers."""
         return self._asked("GET", path)
 
-    def post(self, path: str, value: Any = None, *, seconds: float = SHORT) -> None:
-        """Raises BadInput if nothing answers within so long, or the answer is not 200."""
+    def post(self, path: str, value: Any = None, *, seconds: float = SHORT) -> bytes:
+        """The body. Raises BadInput if nothing answers within so long, or the answer is not 200."""
         status, body = self._asked("POST", path, json.dumps(value), seconds=seconds)
         if status != 200:
             raise BadInput(f"{self.url}{path}: {status}: {self.hide(body.decode(errors='replace'))}")
+        return body
 
     def _asked(self, method: str, path: str, body: str | None = None, *, seconds: float = SHORT) -> tuple[int, bytes]:
         parts = self.parts
