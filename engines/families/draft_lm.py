@@ -5,11 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from ...base.errors import first_line
-from ...targets.loading import quiet_loading
+from ...base.errors import BadInput
+from ...targets.loading import TargetConfig
+from ...targets.skeleton import load_skeleton
 from ...targets.weights.tensor_files import TensorFiles, views_on_disk
 from ..layouts.contracts import Contract, trained_config
 from ..layouts.foreign import ForeignFolder, Imported
@@ -38,20 +36,19 @@ class DraftLMServing(Serving):
         has_tokenizer = any(folder.glob("tokenizer*"))
         contract.report(not has_tokenizer, "tokenizer.json: missing; engines compare it with the target's")
         try:
-            with quiet_loading(), torch.device("meta"):
-                made = AutoConfig.from_pretrained(folder)
-                model = AutoModelForCausalLM.from_config(made)
-        except Exception as error:  # whatever a config class raises
-            contract.problems.append(f"config.json: transformers makes no model of it: {first_line(error)}")
+            model = load_skeleton(TargetConfig(path=str(folder))).model
+        except BadInput as error:
+            contract.problems.append(f"config.json: transformers makes no model of it: {error}")
             return contract
-        token, size, key = config.get("pard_token"), made.get_text_config().vocab_size, "pard_token"
+        made = model.config.get_text_config()
+        token, size, key = config.get("pard_token"), made.vocab_size, "pard_token"
         is_parallel = trained_config(config).get("parallel")
         contract.report(is_parallel and token is None, f"{key}: missing; vLLM drafts behind that token")
         outside = token is not None and (type(token) is not int or not 0 <= token < size)
         contract.report(outside, f"{key}: {token!r}, expected 0 to {size - 1}")
         architectures, own = config.get("architectures"), [type(model).__name__]
         contract.report(architectures != own, f"architectures: found {architectures}, expected {own}")
-        is_tied, state = getattr(made.get_text_config(), "tie_word_embeddings", False), model.state_dict()
+        is_tied, state = getattr(made, "tie_word_embeddings", False), model.state_dict()
         tied = set(getattr(model, "all_tied_weights_keys", {})) if is_tied else set()
         contract.optional = {name: tuple(state.pop(name).shape) for name in tied if name in state}
         contract.shapes = {name: tuple(value.shape) for name, value in views_on_disk(state, stored.files).items()}

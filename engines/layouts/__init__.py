@@ -1,4 +1,4 @@
-"""What families share: `serving` is the form of what a family says, and of what an engine is told; `tensors` says names
-and shapes once, `contracts` what a folder must hold, `foreign` reads folders of others,
-`writing` writes ours.
+"""What families share: `serving` is the form of what a family says, and of what an engine is told; `contracts` has what
+a folder must hold, with the names and shapes of the family's own head; `foreign` reads folders of others, `writing`
+writes ours.
 """
