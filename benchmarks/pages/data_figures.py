@@ -1,4 +1,5 @@
-"""The chart and the tables of docs/data.md, from the trainings of one target and domain in docs/results/data.json.
+"""The chart and the tables of docs/data.md, from the trainings of one target and domain in docs/results/data.json, and
+from contexts.json beside it.
 
     python -m headstart.benchmarks.pages.data_figures
 
@@ -14,11 +15,13 @@ from statistics import fmean
 
 from ...base.files import write_text
 from ...configs.loader import build
+from ...eval.figures.metrics import relative_and_interval
 from ...eval.report.charts import WIDTH, Series, line_chart
 from ...eval.report.page import page_template
 from .readme_figures import with_figures
 
-RESULTS, PAGE, CHART = Path("docs/results/data.json"), Path("docs/data.md"), Path("docs/results/data.svg")
+RESULTS, CONTEXTS = Path("docs/results/data.json"), Path("docs/results/contexts.json")
+PAGE, CHART = Path("docs/data.md"), Path("docs/results/data.svg")
 SHOWN = ("SmolLM2-135M-Instruct, bf16", "GSM8K questions")
 HEIGHT = 240  # of the chart with its names
 
@@ -39,22 +42,43 @@ class TrainingCurve:
     acceptance_length: dict[str, float]  # by optimizer step
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextFigure:
+    """What a head's drafts were accepted for on the same questions behind longer and longer chats, decoded."""
+
+    target: str
+    domain: str
+    head: str
+    training_rows: str  # their lengths in tokens
+    num_draft_tokens: int
+    max_new_tokens: int
+    context: int  # tokens that the prompts have at most
+    mean_prompt: int  # tokens that they have
+    rounds: list[int]  # by prompt
+    committed: list[int]  # tokens of these rounds, by prompt
+    texts_equal: bool  # to those of the run's first head
+
+    @property
+    def acceptance_length(self) -> float:
+        return sum(self.committed) / sum(self.rounds)
+
+
 Columns = Mapping[str, Callable[[TrainingCurve], float | None]]
 
 
 def main() -> None:
-    curves = read_curves(RESULTS)
-    write_text(PAGE, page_of(PAGE.read_text(), curves))
-    write_text(CHART, chart(curves))
+    write_text(PAGE, page_of(PAGE.read_text(), Path()))
+    write_text(CHART, chart(read_curves(RESULTS)))
 
 
 def read_curves(path: Path) -> list[TrainingCurve]:
     return [build(TrainingCurve, entry, where=str(path)) for entry in json.loads(path.read_text())]
 
 
-def page_of(page: str, curves: Sequence[TrainingCurve]) -> str:
-    """docs/data.md with the tables of these trainings."""
-    return with_figures(page, tables(curves))
+def page_of(page: str, root: Path) -> str:
+    """docs/data.md with the tables of what was measured. Args: root: of the repository."""
+    figures = [build(ContextFigure, entry, where=str(CONTEXTS)) for entry in json.loads((root / CONTEXTS).read_text())]
+    return with_figures(with_figures(page, tables(read_curves(root / RESULTS))), by_context(figures), name="contexts")
 
 
 def tables(every: Sequence[TrainingCurve]) -> str:
@@ -123,6 +147,28 @@ def heads_of(curves: Sequence[TrainingCurve]) -> list[str]:
 
 def last(curve: TrainingCurve) -> float:
     return curve.acceptance_length[max(curve.acceptance_length, key=int)]
+
+
+def by_context(figures: Sequence[ContextFigure]) -> str:
+    """Markdown: a row per head, a column per context, and the length in the longest over that in the shortest."""
+    contexts = sorted({figure.context for figure in figures})
+    names = " | ".join(f"{context:,}" for context in contexts)
+    lines = [
+        f"| target | head | training rows | {names} | {contexts[-1]:,} over {contexts[0]:,} |",
+        "|---" * (len(contexts) + 4) + "|",
+    ]
+    for key in dict.fromkeys((figure.target, figure.head, figure.training_rows) for figure in figures):
+        own = {f.context: f for f in figures if (f.target, f.head, f.training_rows) == key}
+        lengths = " | ".join(f"{own[context].acceptance_length:.2f}" for context in contexts)
+        lines.append(f"| {' | '.join(key)} | {lengths} | {relative(own[contexts[-1]], own[contexts[0]])} |")
+    return "\n".join([*lines, ""])
+
+
+def relative(long: ContextFigure, short: ContextFigure) -> str:
+    """The acceptance length in one context over that in another, with its 95 % interval over prompts."""
+    ratio, ends = relative_and_interval((long.committed, long.rounds), (short.committed, short.rounds))
+    assert ends[0] is not None and ends[1] is not None
+    return f"{ratio:.2f} [{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 if __name__ == "__main__":
