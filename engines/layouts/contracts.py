@@ -82,9 +82,9 @@ class Contract:
 def head_shapes(family: str, sizes: Mapping[str, int], keys: Mapping[str, Any]) -> Shapes:
     """The shapes of a head's tensors by served name, the maps of a cut draft vocabulary among them. Arguments and
     Raises: as of `Contract.require`."""
+    told: dict[str, Any] = {**sizes, "num_hidden_layers": 1}
     with torch.device("meta"):
-        llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
-        target = Target(llama, name="", fingerprint="")
+        target = Target(LlamaForCausalLM(LlamaConfig(**told)), name="", fingerprint="")
         kind, size = head_class(family), keys.get("draft_vocab_size")
         head = kind(kind.config_class(type=family, **keys), target, None if size is None else torch.arange(size))
     shapes = {name: tuple(value.shape) for name, value in head.state_dict().items()}

@@ -340,13 +340,9 @@ def test_pickles_and_other_folders_are_refused(published, target, tmp_path, save
     ):
         with pytest.raises(BadInput, match=problem):
             import_head(where, target)
-    with pytest.raises(BadInput, match="neither its config nor its tensors"):
-        import_head(published({"model_type": "t5"}, {"x": torch.ones(2)}), target)
-
-
-def test_a_config_that_is_no_object_is_refused(published, target):
-    with pytest.raises(BadInput, match="no JSON object"):
-        import_head(published([1], {"x": torch.ones(2)}), target)
+    for config, problem in (({"model_type": "t5"}, "neither its config nor its tensors"), ([1], "no JSON object")):
+        with pytest.raises(BadInput, match=problem):
+            import_head(published(config, {"x": torch.ones(2)}), target)
 
 
 def test_an_export_is_for_its_target_only(target, tiny_target, tmp_path):
