@@ -82,7 +82,7 @@ class Contract:
 def head_shapes(family: str, sizes: Mapping[str, int], keys: Mapping[str, Any]) -> Shapes:
     """The shapes of a head's tensors by served name, the maps of a cut draft vocabulary among them. Arguments and
     Raises: as of `Contract.require`."""
-    told: dict[str, Any] = {**sizes, "num_hidden_layers": 1}
+    told: dict[str, Any] = {**sizes, "num_hidden_layers": 1}  # whatever layers a head reads, none is looked at
     with torch.device("meta"):
         target = Target(LlamaForCausalLM(LlamaConfig(**told)), name="", fingerprint="")
         kind, size = head_class(family), keys.get("draft_vocab_size")
