@@ -369,7 +369,8 @@ class OwnServing(Serving):
     computes = ("num_residual_blocks",)
 
     def write(self, head, folder, *, to):
-        write_config(folder, {**head.config, "model_type": "own", **head.provenance})
+        config = {key.replace("medusa_", "own_"): value for key, value in head.config.items()}
+        write_config(folder, {**config, "model_type": "own", **head.provenance})
         write_tensors(folder, head.tensors)
 
     def recognises(self, config, stored):
@@ -379,7 +380,7 @@ class OwnServing(Serving):
         return Contract("own", shapes=stored.shapes)
 
     def read(self, folder):
-        keys = {"num_depths": "medusa_num_heads", "num_residual_blocks": "medusa_num_layers"}
+        keys = {"num_depths": "own_num_heads", "num_residual_blocks": "own_num_layers"}
         return Imported({key: folder.config.need(name, int) for key, name in keys.items()}, folder.tensors())
 
 
