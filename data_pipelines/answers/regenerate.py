@@ -82,7 +82,6 @@ class RegenerateConfig:
     turns: str = "all"  # `all`: each assistant turn is answered, after the new answers before it; or only the `last`
     num_rows: int | None = None  # the first rows only, over all sources
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    drop_truncated: bool = False  # leave answers that were cut out of answers.jsonl
     client: ClientConfig = field(default_factory=ClientConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -151,7 +150,7 @@ def regenerate(
                 progress.num_tokens += outcome["usage"]["completion_tokens"]
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
-        return store.finish(index, failed, drop_truncated=config.drop_truncated, servers=config.engine.servers)
+        return store.finish(index, failed)
 
 
 def check_prompts(config: RegenerateConfig) -> None:
@@ -203,7 +202,7 @@ def _settings(
         "target_fingerprint": None,
         **target_identity,
         **(by_engine if engine.is_ours else by_servers),
-        **{name: getattr(config, name) for name in ("turns", "num_rows", "drop_truncated")},
+        **{name: getattr(config, name) for name in ("turns", "num_rows")},
         "sampling": {name: asdict(sampling) for name, sampling in sampling_of.items()},
         "rows_sha256": hashlib.sha256("".join(index.source_ids).encode()).hexdigest(),
     }
