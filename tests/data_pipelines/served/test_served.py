@@ -229,7 +229,7 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
         served(run, tmp_path / "whole", url)
         server.num_away, server.num_unwritten = 3, 2
         asker = StateServer(url, label="ab")
-        asker.files.patience = 0.2
+        asker.file_patience = 0.2
         for _ in range(4):
             assert asker.ask([5, 6, 7]).states.shape == (3, 4, 32)
         assert (server.num_away, server.num_unwritten) == (0, 0)
