@@ -172,7 +172,6 @@ def test_a_mapping_limits_names_and_renames(folder: Path) -> None:
         ("owner/OpenHermes-2.5", ("owner/OpenHermes-2.5", None, "train", False)),
         ("owner/chats@en", ("owner/chats", "en", "train", False)),
         ("owner/chats@en:test", ("owner/chats", "en", "test", False)),
-        ({"source": "owner/chats", "config": "en", "split": "test"}, ("owner/chats", "en", "test", False)),
         ({"source": "owner/chats", "streaming": True}, ("owner/chats", None, "train", True)),
     ],
 )
@@ -223,8 +222,7 @@ def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"source": "a.jsonl", "weigth": 2}, "sources.0.weigth: unknown key; did you mean sources.0.weight?"),
         ({"source": "a.jsonl", "weight": 0}, "sources.0: weight 0.0: expected above 0"),
         ({"source": "a.jsonl", "num_rows": 0}, "sources.0: num_rows 0: expected at least 1"),
-        ({"source": "a.jsonl", "split": "train"}, "a.jsonl: split is for hub data sets; this is a local file"),
-        ({"source": "o/n:test", "split": "train"}, "o/n:test: split is given twice, 'test' and 'train'"),
+        ({"source": "a.jsonl", "streaming": True}, "a.jsonl: streaming is for hub data sets; this is a local file"),
         ({"name": "x"}, "sources.0.source: required key is missing"),
         ([], "no data source is given"),
         ("", "no data source is given"),

@@ -137,9 +137,8 @@ def test_validation_rows_are_asked_for_once(fake, run_of, keys, tmp_path):
 # Before the first step
 
 
-@pytest.mark.parametrize("what", ["target", "context"])  # the others in test_served.py
-def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, keys, tmp_path):
-    told, message = WRONG[what]
+def test_a_wrong_server_is_refused_by_name_before_anything_is_written(fake, run_of, keys, tmp_path):
+    told, message = WRONG["context"]  # the others in test_served.py
     with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
         trained(run_of(), keys("run", *at(url), "data.max_length=60"))
     assert url in str(refused.value)
