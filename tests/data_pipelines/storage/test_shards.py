@@ -104,18 +104,8 @@ def test_an_interrupted_writer_goes_on_where_the_last_shard_ended(tmp_path):
             writer.add(row)  # what is not in a full shard is lost with the process
     leftover = tmp_path / "cut" / unfinished_name("shard_00002.safetensors", 999999999)
     leftover.write_bytes(b"half a shard")
+    (tmp_path / "cut" / "shard_00001.safetensors").write_bytes(b"")  # as a loss of power may leave it
     write(tmp_path / "cut", rows)
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-
-
-def test_a_shard_cut_short_by_the_system_is_written_again(tmp_path):
-    rows = make_rows()
-    writer = ShardWriter(tmp_path / "cut", fields={"storage_dtype": None, "dtype": None}, shard_bytes=1000)
-    for row in rows:
-        writer.add(row)
-    (tmp_path / "cut" / "shard_00001.safetensors").write_bytes(b"")
-    write(tmp_path / "cut", rows)
-    write(tmp_path / "whole", rows)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
@@ -217,16 +207,13 @@ def test_8_bits_keep_what_lies_beside_massive_activations():
     assert (as_int8[:, rest] - states[:, rest]).norm() > 0.6 * states[:, rest].norm(), "what one step size would do"
 
 
-def test_zeros_and_the_largest_values_are_kept():
+def test_zeros_the_largest_values_and_vectors_without_values_are_no_special_case():
     states = torch.zeros(4, 32)
     states[1] = 5.0
     states[2, 3] = -1e4
     found = unpack(pack(states, "8bit"), torch.float32)
     assert torch.equal(found[0], states[0]) and found.isfinite().all()
     torch.testing.assert_close(found[1:3], states[1:3], rtol=0.01, atol=0)
-
-
-def test_vectors_without_values_are_no_special_case():
     for storage in ("float32", "bfloat16", "8bit"):
         packed = pack(torch.zeros(5, 0, 8), storage)
         assert unpack(packed, torch.float32).shape == (5, 0, 8)
