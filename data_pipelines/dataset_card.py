@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.differing import first_difference
 from ..base.errors import BadInput
 from ..base.files import replacing
 
@@ -46,15 +47,10 @@ def read_card(output: Path) -> Card | None:
 
 def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, str], output: Path) -> None:
     """Raises BadInput with the first config key, or source file, that differs from when the card was written."""
-    for key in sorted(card.config.keys() | config.keys()):
-        if card.config.get(key) != config.get(key):
-            problem = f"was prepared with {key} {card.config.get(key)}, now it is {config.get(key)}"
-            raise BadInput(f"{output}: {problem}; give another output, or remove it")
-    for name in sorted(card.files.keys() | files.keys()):
-        before, now = card.files.get(name), files.get(name)
-        if before != now:
-            problem = f"{name} had sha256 {before} when this was prepared from it, now {now}"
-            raise BadInput(f"{output}: {problem}; give another output, or remove it")
+    if difference := first_difference(card.config, config):
+        raise BadInput(f"{output}: was prepared with {difference}; give another output, or remove it")
+    if difference := first_difference(card.files, files):
+        raise BadInput(f"{output}: was prepared from other rows: sha256 of {difference}; give another output")
 
 
 def write_card(folder: Path, card: Card) -> None:

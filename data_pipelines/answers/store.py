@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput
 from ...base.files import remove, replacing, write_text
 from ...base.jsonl import index_appended
@@ -83,8 +84,8 @@ class AnswerStore:
             manifest = self._read_manifest()
             if manifest is None:
                 self._write_manifest({"is_complete": False})
-            else:
-                check_same_settings(manifest["settings"], self.settings, folder=self.folder)
+            elif difference := first_difference(manifest["settings"], self.settings):
+                raise BadInput(f"{self.folder}: started with {difference}; give a new folder")
             self._file = self._open_part()
         except BaseException:
             self._owned.close()
@@ -184,13 +185,3 @@ class AnswerStore:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
-
-
-def check_same_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
-    """Raises BadInput, naming the first setting (dotted key) that differs from those the folder was started with."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*now, *before]:
-            check_same_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
-    elif before != now:
-        shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (before, now))]
-        raise BadInput(f"{folder}: started with {at} {shown[0]}, now {shown[1]}; give a new folder")

@@ -5,6 +5,7 @@ shards and batches depends only on the samples and the config: it is the same fo
 resumed run.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput
 from ...base.files import remove
 from ...targets.loading import config_hash
@@ -24,7 +26,7 @@ from ...targets.target import Target
 from ..rows.config import check_at_least_one, check_choice
 from ..rows.parallel import read_ahead
 from ..rows.samples import Sample
-from .features import Reads, first_difference
+from .features import Reads
 from .quantise import STORAGE, Packed, pack
 from .shard_file import PackedStates, StoredSample
 from .shards import MANIFEST, Manifest, Shards, ShardWriter, clear_progress, read_manifest
@@ -259,8 +261,8 @@ def is_finished(output: Path, fields: dict[str, Any], *, engine: str | None = No
         return False
     written = read_manifest(output).fields
     wanted = {key: value for key, value in fields.items() if key != "target"} | {"engine": engine}
-    if problem := first_difference(written, wanted):
-        raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
+    if difference := first_difference(written, json.loads(json.dumps(wanted)), is_part=True):
+        raise BadInput(f"{output}: holds samples with {difference}; choose another folder")
     return True
 
 

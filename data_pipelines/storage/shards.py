@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput, first_line
 from ...base.files import remove, remove_unfinished, sha256_of, write_json
 from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
@@ -117,10 +118,8 @@ class ShardWriter:
         before = _read_json(path) if path.exists() else None
         if before is None:
             write_json(path, self.fields)
-        elif before != self.fields:
-            key = next(k for k in [*self.fields, *before] if self.fields.get(k) != before.get(k))
-            problem = f"holds unfinished shards with another {key}: {before.get(key)}, not {self.fields.get(key)}"
-            raise BadInput(f"{self.folder}: {problem}; choose another folder")
+        elif difference := first_difference(before, self.fields):
+            raise BadInput(f"{self.folder}: holds unfinished shards with {difference}; choose another folder")
 
     def _progress(self) -> Iterator[tuple[int, ShardEntry]]:
         for path in sorted((self.folder / PROGRESS).glob("[0-9]*.json")):

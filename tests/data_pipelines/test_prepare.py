@@ -166,11 +166,11 @@ def test_the_same_config_does_nothing_and_another_one_or_other_rows_are_refused(
     stamps = {name: Path("out", name).stat().st_mtime_ns for name in visible("out")}
     assert run(validation_share=0.1, num_workers=2) == card
     assert {name: Path("out", name).stat().st_mtime_ns for name in visible("out")} == stamps
-    with pytest.raises(BadInput, match=r"^out: was prepared with validation_share 0.1, now it is 0.2; give another"):
+    with pytest.raises(BadInput, match=r"^out: was prepared with validation_share 0.1, now 0.2; give another"):
         run(validation_share=0.2)
     path = Path("chats.jsonl")
     path.write_text(path.read_text().replace("It is", "It's "))  # as many bytes
-    with pytest.raises(BadInput, match=r"^out: chats.jsonl had sha256 \w+ when this was prepared from it, now \w+;"):
+    with pytest.raises(BadInput, match=r"^out: was prepared from other rows: sha256 of chats.jsonl \w+, now \w+;"):
         run(validation_share=0.1)
 
 

@@ -221,11 +221,11 @@ def test_a_finished_folder_is_left_as_it_is(configured, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"target": "other"}, 'started with target "tiny", now "other"'),
-        ({"turns": "last"}, 'turns "all", now "last"'),
+        ({"target": "other"}, "started with target tiny, now other"),
+        ({"turns": "last"}, "turns all, now last"),
         ({"sampling": {"temperature": 0.5}}, r"sampling\..*rows\.jsonl\.temperature 1\.0, now 0\.5"),
-        ({"engine": {"name": "openai", "server": "http://localhost:1"}}, 'by "engine", now "openai"'),
-        ({"num_rows": 3}, "num_rows null, now 3"),
+        ({"engine": {"name": "openai", "server": "http://localhost:1"}}, "by engine, now openai"),
+        ({"num_rows": 3}, "num_rows None, now 3"),
     ],
 )
 def test_a_folder_of_other_settings_is_refused(change, problem, configured, tmp_path):

@@ -205,10 +205,10 @@ def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
     here(run, tmp_path / "here")
     with fake().listening() as url:
         served(run, tmp_path / "out", url)
-        with pytest.raises(BadInput, match="holds samples with engine None, not vllm"):
+        with pytest.raises(BadInput, match="holds samples with engine None, now vllm"):
             served(run, tmp_path / "here", url)
     served(run, tmp_path / "out", url)  # finished: no server is needed
-    with pytest.raises(BadInput, match="holds samples with engine vllm, not None"):
+    with pytest.raises(BadInput, match="holds samples with engine vllm, now None"):
         here(run, tmp_path / "out")
 
 

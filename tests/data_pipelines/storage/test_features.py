@@ -290,7 +290,7 @@ def test_features_of_something_else_are_refused_with_key_and_values(
         check_features(found, fresh("eagle3", target, feature_layers=[0, 2]), target)
     with pytest.raises(BadInput, match="post_norm_at labels, head medusa needs starts"):
         check_features(found, fresh("medusa", target), target)
-    with pytest.raises(BadInput, match="extracted with data.max_length 40, not 39"):
+    with pytest.raises(BadInput, match="extracted with data.max_length 40, now 39"):
         check_features(found, eagle3, target, data=replace(data, max_length=39))
     with pytest.raises(BadInput, match="holds token ids only"):
         check_features(samples, eagle3, target)
@@ -323,7 +323,7 @@ def test_the_command_says_the_size_writes_and_then_has_nothing_to_do(run_yaml, t
     extract_command(run_yaml, overrides=["data.max_length=24"], **how)
     assert "finished already" in capsys.readouterr().out
     for change in ({}, {"overrides": ["data.max_length=24"], "storage_dtype": "float32"}):
-        with pytest.raises(BadInput, match="holds samples with (data|storage_dtype bfloat16, not float32)"):
+        with pytest.raises(BadInput, match="holds samples with (data|storage_dtype bfloat16, now float32)"):
             extract_command(run_yaml, **{**how, **change})
 
 

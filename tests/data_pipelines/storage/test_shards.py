@@ -111,7 +111,7 @@ def test_an_interrupted_writer_goes_on_where_the_last_shard_ended(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1]})
-    with pytest.raises(BadInput, match=r"a: holds unfinished shards with another layers: \[1\], not \[1, 2\]"):
+    with pytest.raises(BadInput, match=r"a: holds unfinished shards with layers \[1\], now \[1, 2\]"):
         ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1, 2]})
     with pytest.raises(BadInput, match="a: unfinished; run the command that wrote it again to complete it"):
         Shards(tmp_path / "a")
