@@ -26,7 +26,7 @@ class Conversation:
     # to be written: `messages` (with `tools`, variables and `written_ids`), `prompt`, or `text`
     data: dict[str, Any]
     turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
-    truncated: bool  # whether the last answer was cut: the row has `truncated` or `finish_reason: length`
+    truncated: bool  # see `is_cut`
 
     @property
     def answers(self) -> Iterator[str]:
@@ -91,8 +91,12 @@ def conversation_of(row: Row) -> Conversation:
     else:
         known = f"{SHAPES}, or `prompt` alone"
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
-    truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
-    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), truncated)
+    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), is_cut(data))
+
+
+def is_cut(data: Mapping[str, Any]) -> bool:
+    """Whether a row's last answer was cut, and so has no end to learn."""
+    return bool(data.get("truncated")) or data.get("finish_reason") == "length"
 
 
 def _shaped_chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:

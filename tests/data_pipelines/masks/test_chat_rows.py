@@ -98,6 +98,7 @@ PLAIN = [  # without and with tokens that begin and end a text
     ({"prompt": "Say: ", "response": "ok."}, True, "<s>Say: «ok.</s>»"),
     ({"prompt": "Say: ", "completion": "ok."}, True, "<s>Say: «ok.</s>»"),
     ({"prompt": "Say: ", "response": "o", "truncated": True}, True, "<s>Say: «o»"),
+    ({"prompt": "Say: ", "response": "o", "finish_reason": "length"}, True, "<s>Say: «o»"),
     ({"prompt": "hi", "response": "ok."}, False, "hi«ok.»"),
     ({"instruction": "Add.", "input": "1 2", "output": "3"}, True, "<s>Add.\n\n1 2\n\n«3</s>»"),
     ({"instruction": "Add.", "input": "", "response": "3"}, True, "<s>Add.\n\n«3</s>»"),
