@@ -112,8 +112,8 @@ def encode_row(
       `text`                           all tokens but a leading bos are supervised
 
     Each supervised text stands behind the ids of its prompt alone, as in serving; a chat becomes several samples where
-    its later prompts have other tokens. If the row has `truncated: true`, as rows of `headstart data regenerate` may, or
-    `finish_reason: length`, its last answer has no end token.
+    its later prompts have other tokens. If the row has `truncated: true` or `finish_reason: length`, as rows of
+    `headstart data regenerate` may, its last answer has no end token.
 
     Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
     Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
