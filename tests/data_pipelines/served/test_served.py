@@ -69,7 +69,9 @@ CASES = [(head, "qwen2") for head in HEADS] + [("eagle3", kind) for kind in KIND
 
 @pytest.mark.fast_only(kind=["qwen2"], head=["eagle3", "other layers"])
 @pytest.mark.parametrize(("head", "kind"), CASES)
-def test_stored_is_what_the_target_itself_gives(kind, head, fake, run_of, tmp_path):
+def test_stored_is_what_the_target_itself_gives_and_no_token_is_asked_for_that_nothing_reads(
+    kind, head, fake, run_of, tmp_path
+):
     config, layers = HEADS[head]
     run, server = run_of(kind, config), fake(kind, layers)
     with server.listening() as url:
@@ -82,20 +84,11 @@ def test_stored_is_what_the_target_itself_gives(kind, head, fake, run_of, tmp_pa
         torch.testing.assert_close(a.states.post_norm, b.states.post_norm, atol=1e-4, rtol=0)
     assert theirs == ours | {"engine": "vllm", "engine_version": "0.0", "engine_quantization": None}
     assert not list((tmp_path / "states").iterdir()), "what was taken is removed"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")) == [
-        "manifest.json",
-        "shard_00000.safetensors",
-    ]
-
-
-def test_no_token_is_asked_for_that_nothing_reads(fake, run_of, tmp_path):
-    """Rows end with tokens that are only predicted; so one that fills the context leaves room for a token."""
-    server = fake()
-    with server.listening() as url:
-        served(run_of(), tmp_path / "out", url)
+    assert {path.name for path in (tmp_path / "out").glob("[!.]*")} == {"manifest.json", "shard_00000.safetensors"}
     rows = rows_of(tmp_path / "out")
     needed = [(row.packed.features_at | row.packed.post_norm_at).nonzero()[0] for row in rows]
     assert sorted(server.rows[NUM_PROBES:]) == sorted(int(at[-1]) + 1 for at in needed if len(at))
+    # rows end with tokens that are only predicted; so one that fills the context leaves room for a token
     assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
 
 

@@ -143,7 +143,7 @@ def test_the_manifest_says_what_it_holds(target, extract, tmp_path):
 
 def test_a_token_takes_less_than_half_of_what_specforge_writes(tmp_path):
     """8 D + 16 bytes, for EAGLE-3 at D 1024; every file counts, a fifth of each row is prompt."""
-    size, length, num_rows = 1024, 1000, 4
+    size, length, num_rows = 1024, 500, 2
     reads, source = Reads((2, 14, 25), "context", "labels"), torch.Generator().manual_seed(0)
     writer = ShardWriter(tmp_path / "out", fields={"storage_dtype": "8bit", "dtype": "bfloat16"})
     for _ in range(num_rows):

@@ -67,7 +67,7 @@ def test_samples_come_back_in_any_order(tmp_path):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "8bit"])
 def test_states_come_back_dense(storage, tmp_path):
     rows = make_rows(storage=storage)
-    write(tmp_path / "a", rows, storage=storage)
+    write(tmp_path / "a", rows, storage=storage, shard_bytes=20_000)
     for stored, row in zip(Shards(tmp_path / "a"), rows, strict=True):
         assert stored.sample == row.sample and row.packed is not None and stored.states is not None
         for name in ("features", "post_norm"):
@@ -85,7 +85,7 @@ def test_a_shard_is_a_plain_safetensors_file(tmp_path):
 
 
 def test_few_files_are_open_at_a_time_and_folders_can_be_sent(tmp_path, monkeypatch):
-    rows = make_rows()
+    rows = make_rows(12)
     write(tmp_path / "a", rows, shard_bytes=1)  # a shard per row
     monkeypatch.setattr(shards_module, "MOST_OPEN", 3)
     found = Shards(tmp_path / "a")
