@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...base.errors import BadInput
 from ...base.files import LocalPath
@@ -120,36 +120,30 @@ class Source:
             raise BadInput(f"{self.source}: no row in split {split}")
 
 
-SomeSource = TypeVar("SomeSource", bound=Source)
-
-
-def read_sources(spec: Spec | Sequence[Spec], cls: type[SomeSource] = Source) -> list[SomeSource]:
+def read_sources(spec: Spec | Sequence[Spec]) -> list[Source]:
     """The sources of a config, which has one or a list. Raises BadInput if there is none, or a key is unknown."""
     specs = [spec] if isinstance(spec, (str, Mapping)) else spec
     if not specs:
         raise BadInput("no data source is given")
     return [
-        cls(source=expanduser(item)) if isinstance(item, str) else build(cls, item, where=f"sources.{index}")
+        Source(source=expanduser(item)) if isinstance(item, str) else build(Source, item, where=f"sources.{index}")
         for index, item in enumerate(specs)
     ]
 
 
-def iter_rows(
-    spec: Spec | Sequence[Spec], cls: type[Source] = Source, *, num_rows: int | None = None, seed: int = 0
-) -> Iterator[Row]:
+def iter_rows(spec: Spec | Sequence[Spec], *, num_rows: int | None = None, seed: int = 0) -> Iterator[Row]:
     """The rows of one or several sources, one in memory at a time.
 
     Without weights, sources are read one after another. If a source has a weight, they are mixed by `interleave`.
 
     Args:
         spec: one source or a list of sources, as in a config.
-        cls: class of the sources.
         num_rows: only the first rows; None: all.
         seed: of the mixture.
     Raises: BadInput at once if there is no source or no such file, and while reading if the format is unknown, a row is
         not an object (naming its origin), or a hub data set cannot be loaded.
     """
-    sources = read_sources(spec, cls)
+    sources = read_sources(spec)
     for source in sources:
         source.files()
     if all(source.weight is None for source in sources):

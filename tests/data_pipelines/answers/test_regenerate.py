@@ -94,34 +94,17 @@ def test_an_answer_that_was_cut_ends_its_conversation_and_is_flagged(configured)
 # keys and sampling
 
 
-def test_samples_and_sampling_by_source(configured, tmp_path):
-    (tmp_path / "more.jsonl").write_text('{"prompt": "b"}\n')
-    first, second = str(tmp_path / "rows.jsonl"), str(tmp_path / "more.jsonl")
-    own = {"temperature": 0.2, "num_samples": 1, "thinking": True}
-    config = configured(
-        [{"prompt": "a"}],
-        sources=[first, {"source": second, "sampling": own}],
-        sampling={"num_samples": 2, "top_p": 0.9},
-    )
+def test_several_samples_of_a_prompt_have_a_seed_each(configured, tmp_path):
+    config = configured([{"prompt": "a"}, {"prompt": "b"}], sampling={"num_samples": 2, "top_p": 0.9, "thinking": True})
     regenerate(config, THREADS)
     rows = rows_of(config)
-    assert [(row["messages"][0]["content"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0)]
-    assert rows[0]["messages"] != rows[1]["messages"], "a seed each"
-    assert [row["sampling"]["temperature"] for row in rows] == [1.0, 1.0, 0.2]
-    assert rows[2]["sampling"]["top_p"] == 0.9 and rows[2]["sampling"]["thinking"] is True
+    asked = [(row["messages"][0]["content"], row["sample"]) for row in rows]
+    assert asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert len({row["messages"][1]["content"] for row in rows}) == 4
+    assert all(row["sampling"]["top_p"] == 0.9 and row["sampling"]["thinking"] for row in rows)
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert manifest["settings"]["sampling"][second]["temperature"] == 0.2
+    assert manifest["settings"]["sampling"] == {str(tmp_path / "rows.jsonl"): rows[0]["sampling"]}
     assert manifest["rows"] == 2
-
-
-def test_one_source_sampled_two_ways_needs_names(configured, tmp_path):
-    path = str(tmp_path / "rows.jsonl")
-    config = configured([{"prompt": "a"}], sources=[path, {"source": path, "sampling": {"temperature": 0}}])
-    with pytest.raises(BadInput, match=r"sources\.1: another .* has other sampling; give each its own `name`"):
-        regenerate(config, THREADS)
-    config = configured([{"prompt": "a"}], sources=[{"source": path, "sampling": {"temprature": 0}}])
-    with pytest.raises(BadInput, match=r"sources\.0\.sampling\.temprature: unknown key; did you mean"):
-        regenerate(config, THREADS)
 
 
 def test_equal_rows_are_asked_once(configured):
