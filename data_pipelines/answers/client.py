@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
+CONNECT_SECONDS = 10.0
 LONGEST_BACKOFF = 60  # seconds between two attempts
 FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
 UNKNOWN_KEY = (
@@ -115,7 +116,7 @@ class OpenAIClient:
         return openai.OpenAI(
             base_url=f"{address.url}/v1",
             api_key=address.key or "EMPTY",  # ignored by servers without a key
-            timeout=openai.Timeout(self.config.timeout, connect=self.config.connect_timeout),
+            timeout=openai.Timeout(self.config.timeout, connect=CONNECT_SECONDS),
             max_retries=0,
         )
 

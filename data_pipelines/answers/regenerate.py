@@ -26,7 +26,6 @@ class ClientConfig:
     """How requests are sent to servers."""
 
     concurrency: int = 64  # concurrent requests per server
-    connect_timeout: float = 10.0  # seconds
     timeout: float = 900.0  # seconds for an answer
     num_attempts: int = 6  # per answer; attempts that reach no server are not counted
     backoff: float = 0.5  # seconds before the second attempt, doubled before each later one
@@ -36,7 +35,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         check_at_least_one(concurrency=self.concurrency, num_attempts=self.num_attempts)
         check_variables(self.extra_body.get(VARIABLES, {}), f"extra_body.{VARIABLES}")
-        for name in ("connect_timeout", "timeout", "backoff", "patience"):
+        for name in ("timeout", "backoff", "patience"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
 
