@@ -133,7 +133,9 @@ class OpenAIClient:
                 if refused := refused_keys(error, set(sent)):
                     left_out |= refused
                     continue
-                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told_in(server, error)}"
+                body = error.body  # of {"error": ...} the inner part
+                told = server.address.hide(str((body.get("message", body) if isinstance(body, dict) else body) or ""))
+                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told or '(no text)'}"
                 if error.status_code in STOPPING:
                     raise BadInput(problem) from error
                 if may_pass(error.status_code):
@@ -160,9 +162,8 @@ class OpenAIClient:
         """The server's response. Args: optional: those of the `optional` keys to send. Raises: openai's errors."""
         import openai
 
-        sampling = request.sampling
-        variables = variables_of(request)
-        extra = self._extra(request.sampling, {**optional, **({VARIABLES: variables} if variables else {})})
+        sampling, variables = request.sampling, variables_of(request)
+        extra = self._extra(sampling, {**optional, **({VARIABLES: variables} if variables else {})})
         messages: Any = [for_api(message) for message in request.messages]
         tools: Any = request.tools
         response = server.client.chat.completions.with_raw_response.create(
@@ -285,13 +286,6 @@ def answer_of(payload: bytes, url: str) -> Answer:
 def variables_of(request: ChatRequest) -> dict[str, Any]:
     """What the server's chat template is told; not the day, which servers take from their own clock."""
     return {name: value for name, value in request.template_variables.items() if name != DAY}
-
-
-def told_in(server: Server, error: "openai.APIStatusError") -> str:
-    """The server's message about a refusal, without the key."""
-    body = error.body  # of {"error": ...} the inner part
-    text = body.get("message", body) if isinstance(body, dict) else body
-    return server.address.hide(str(text or "")) or "(no text)"
 
 
 def refused_keys(error: "openai.APIStatusError", sent: set[str]) -> set[str]:

@@ -65,6 +65,7 @@ class ChatRequest:
     sampling: SamplingConfig
     seed: int  # of this answer, which thus does not depend on other requests
     variables: dict[str, Any] | None = None  # of the chat template; None: those of the sampling
+    prompt: list[int] = field(default_factory=list)  # its ids, where a server is asked by them
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...base.errors import BadInput
 from ...base.files import replacing
+from ...targets.layers.target_output import TargetOutput
 from ..rows.samples import Sample
 from .quantise import SCALE, STORAGE, Packed, unpack
 
@@ -33,15 +34,6 @@ SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  
 KINDS = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "BF16": np.uint16, "U8": np.uint8}
 NAMES = dict(zip((torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8), KINDS, strict=True))
 PLAIN = {"offsets", "num_cut", "input_ids", "flags"}  # tensors that every shard has
-
-
-@dataclass
-class TargetStates:
-    """The target's states of one sample, as in `heads.target.TargetOutput` without the batch dimension; zero at
-    positions that were not stored."""
-
-    features: Tensor  # [T, L, D]
-    post_norm: Tensor  # [T, D]
 
 
 @dataclass
@@ -54,8 +46,9 @@ class PackedStates:
     post_norm: Packed  # [m, D]
     dtype: torch.dtype  # of the unpacked states: the target's
 
-    def unpacked(self) -> TargetStates:
-        return TargetStates(
+    def unpacked(self) -> TargetOutput:
+        """Features [T, L, D] and post_norm [T, D] of the sample, zero at positions that were not stored."""
+        return TargetOutput(
             scattered(unpack(self.features, self.dtype), self.features_at),
             scattered(unpack(self.post_norm, self.dtype), self.post_norm_at),
         )
@@ -76,7 +69,7 @@ class StoredSample:
     packed: PackedStates | None = None
 
     @cached_property
-    def states(self) -> TargetStates | None:
+    def states(self) -> TargetOutput | None:
         """The states, unpacked on first use; None if none are stored."""
         return None if self.packed is None else self.packed.unpacked()
 
