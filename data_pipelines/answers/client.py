@@ -285,7 +285,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:
     """What the server's chat template is told; not the day, which servers take from their own clock."""
-    return {name: value for name, value in request.template_variables.items() if name != DAY}
+    return {name: value for name, value in request.variables.items() if name != DAY}
 
 
 def refused_keys(error: "openai.APIStatusError", sent: set[str]) -> set[str]:
