@@ -54,11 +54,9 @@ class Conversation:
         told = [self.data[key] for key in ("tools", VARIABLES) if key in self.data]
         return "".join(json.dumps(part, default=str) for part in told)
 
-    def id(self, *more: object) -> str:
-        """32 hex digits, equal only for equal turns, tools, and `more`."""
-        return turns_digest(
-            [*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True
-        ).hex()
+    def id(self, own: object) -> str:
+        """32 hex digits, equal only for equal turns, tools, and ids of the rows' own."""
+        return turns_digest([*self.turns, ("tools", self.tools), ("more", str(own))], exact=True).hex()
 
 
 def turns_digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
