@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput, first_line
 from ...engines.servers.address import Address, first_answer
 from ...targets.weights.served_adapter import ServedAdapter
@@ -56,10 +57,8 @@ class StatesIdentity:
 
     def check_same(self, other: "StatesIdentity", *, url: str) -> None:
         """Raises BadInput, naming what differs, if a server is another one than before."""
-        for key, before in asdict(self).items():
-            now = getattr(other, key)
-            if now != before:
-                raise BadInput(f"server {url}: has {key} {now} now, and had {before} before")
+        if difference := first_difference(asdict(self), asdict(other)):
+            raise BadInput(f"server {url}: is another one than before: {difference}")
 
 
 @dataclass(frozen=True)

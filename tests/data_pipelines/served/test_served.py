@@ -260,7 +260,7 @@ def test_servers_of_different_targets_are_not_mixed(is_restarted, fake):
             first.told, named = {"version": "9.9"}, one
         else:
             first.num_away, named = 1, other
-        with pytest.raises(BadInput, match=f"{named}: has version 9.9 now, and had 0.0 before"):
+        with pytest.raises(BadInput, match=f"{named}: is another one than before: version 0.0, now 9.9"):
             asker.ask([5, 6, 7])
 
 
