@@ -1,13 +1,10 @@
 """Training from stored states is training from the live target, and an interrupted extraction changes nothing."""
 
+import itertools
 import json
 import os
-import random
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -177,38 +174,30 @@ def prepared(tmp_path, target, *, num_rows=60):
     return Extraction(samples, target, reads, config=config, fields=fields_of(target, reads, config, {}))
 
 
-def killed(work, *, after):
-    """Runs work in a process of its own and kills it; True where it was not done by then."""
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1] != 0
+def test_killed_before_any_of_its_files_is_there_it_ends_as_if_it_had_not_been(target, tmp_path):
+    """Each start is killed one renaming later than the one before."""
+    extraction, replace = prepared(tmp_path, target), os.replace
 
+    def work(output):
+        extraction.run(output)
+        extraction.finish(output)
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_any_point_it_ends_as_if_it_had_not_been(num_kills, target, tmp_path):
-    extraction = prepared(tmp_path, target, num_rows=30 * num_kills)
-    started = time.perf_counter()
-    extraction.run(tmp_path / "whole")
-    extraction.finish(tmp_path / "whole")
-    took = time.perf_counter() - started
-    source, num_killed = random.Random(1), 0
+    def ends(number):
+        """Whether it has its manifest before its renaming of this number, at which it is killed."""
+        child = os.fork()
+        if child == 0:
+            left = iter(range(number))
+            os.replace = lambda *paths: os._exit(9) if next(left, None) is None else replace(*paths)
+            try:
+                work(tmp_path / "cut")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 9)
+        return (tmp_path / "cut" / "manifest.json").exists()
 
-    def work():
-        extraction.run(tmp_path / "cut")
-        extraction.finish(tmp_path / "cut")
-
-    for number in range(20 * num_kills):
-        if number >= num_kills and num_killed > num_kills // 2:
-            break
-        if (tmp_path / "cut" / "manifest.json").exists():  # it was quicker than the whole, which the kills are timed by
-            shutil.rmtree(tmp_path / "cut")
-        num_killed += killed(work, after=source.uniform(0, 2.5 * took / num_kills))
-    if not (tmp_path / "cut" / "manifest.json").exists():
-        work()
+    work(tmp_path / "whole")
+    assert next(number for number in itertools.count() if ends(number)) > 3
     assert extract_module.is_finished(tmp_path / "cut", extraction.fields)
     extract_module.clear_unfinished(tmp_path / "cut")  # as every start does
     assert contents(tmp_path / "cut", but=MARKER) == contents(tmp_path / "whole", but=MARKER)
