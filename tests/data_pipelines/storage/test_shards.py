@@ -27,7 +27,6 @@ def make_rows(num_rows=40, *, storage=None, size=16):
             input_ids=source.integers(0, 200_000, length).astype(np.int32),
             segments=source.integers(0, 3, length).astype(np.uint8),
             loss_mask=source.random(length) < 0.6,
-            num_cut=int(source.integers(0, 3)),
         )
         rows.append(StoredSample(sample, kept_of(length, storage, size, source) if storage else None))
     return rows
