@@ -15,5 +15,7 @@ def first_difference(before: Any, now: Any, *, at: str = "", is_part: bool = Fal
             if found := first_difference(before.get(key), now.get(key), at=place, is_part=is_part):
                 return found
         return None
+    if before == now:
+        return None
     shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(str, (before, now))]
-    return None if before == now else f"{at} {shown[0]}, now {shown[1]}"
+    return f"{at} {shown[0]}, now {shown[1]}"
