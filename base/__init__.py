@@ -1,4 +1,4 @@
 """What all rooms stand on: user-visible errors (`errors`), files written whole or not at all (`files`, `owned`,
-`jsonl`), child processes (`children`), ending on Ctrl-C (`ending`), the console (`terminal`) and the types of JSON that
-others wrote (`typed`).
+`jsonl`), what differs between settings (`differing`), child processes (`children`), ending on Ctrl-C (`ending`), the
+console (`terminal`) and the types of JSON that others wrote (`typed`).
 """

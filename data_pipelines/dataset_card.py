@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ..base.differing import first_difference
 from ..base.errors import BadInput
 from ..base.files import replacing
 
@@ -23,43 +23,14 @@ class RowCounts:
 
 
 @dataclass
-class SplitCounts:
-    """Contents of a split's file."""
-
-    rows: int = 0
-    bytes: int = 0
-    sha256: str = ""
-
-
-@dataclass
 class Card(RowCounts):
     """The contents of a prepared data set's card.json."""
 
     sources: dict[str, RowCounts]
     examples: dict[str, list[str]]  # the origins of some dropped rows, by reason
-    splits: dict[str, SplitCounts]
+    splits: dict[str, dict[str, int]]  # of each, how many `rows` its file has
     files: dict[str, str]  # the local files that were read, with the first digits of their sha256
     config: dict[str, Any]
-
-
-class SplitFile:
-    """Writes a split's .jsonl file line by line, and counts its contents."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("wb")
-        self._sha256 = sha256()
-        self.counts = SplitCounts()
-
-    def write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._sha256.update(line)
-        self.counts.rows += 1
-        self.counts.bytes += len(line)
-
-    def close(self) -> SplitCounts:
-        self._file.close()
-        self.counts.sha256 = self._sha256.hexdigest()
-        return self.counts
 
 
 def read_card(output: Path) -> Card | None:
@@ -69,23 +40,17 @@ def read_card(output: Path) -> Card | None:
     try:
         data = json.loads((output / "card.json").read_text(encoding="utf-8"))
         sources = {name: RowCounts(**counts) for name, counts in data.pop("sources").items()}
-        splits = {name: SplitCounts(**counts) for name, counts in data.pop("splits").items()}
-        return Card(**data, sources=sources, splits=splits)
+        return Card(**data, sources=sources)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{output / 'card.json'}: damaged; give another output") from error
 
 
 def check_unchanged(card: Card, *, config: Mapping[str, Any], files: Mapping[str, str], output: Path) -> None:
     """Raises BadInput with the first config key, or source file, that differs from when the card was written."""
-    for key in sorted(card.config.keys() | config.keys()):
-        if card.config.get(key) != config.get(key):
-            problem = f"was prepared with {key} {card.config.get(key)}, now it is {config.get(key)}"
-            raise BadInput(f"{output}: {problem}; give another output, or remove it")
-    for name in sorted(card.files.keys() | files.keys()):
-        before, now = card.files.get(name), files.get(name)
-        if before != now:
-            problem = f"{name} had sha256 {before} when this was prepared from it, now {now}"
-            raise BadInput(f"{output}: {problem}; give another output, or remove it")
+    if difference := first_difference(card.config, config):
+        raise BadInput(f"{output}: was prepared with {difference}; give another output, or remove it")
+    if difference := first_difference(card.files, files):
+        raise BadInput(f"{output}: was prepared from other rows: sha256 of {difference}; give another output")
 
 
 def write_card(folder: Path, card: Card) -> None:

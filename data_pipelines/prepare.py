@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from ..base.files import LocalPath, replacing, sha256_of
 from ..base.owned import OwnedFolder, check_owner
 from ..targets.chat.prompts import rendered
 from ..targets.chat.rows import UnusableRow, chat_of
-from .dataset_card import SPLITS, Card, RowCounts, SplitCounts, SplitFile, check_unchanged, read_card, write_card
+from .dataset_card import SPLITS, Card, RowCounts, check_unchanged, read_card, write_card
 from .rows.config import check_at_least_one
 from .rows.filters import FilterConfig, reason_to_drop
 from .rows.formats import one_line
@@ -107,36 +107,38 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
     tally = _Tally([source.called for source in read_sources(config.sources)])
     excluded = _questions_of(config.exclude)
     digests = set[bytes]()
+    splits = {split: {"rows": 0} for split in SPLITS}
     rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed)
     with ExitStack() as stack:
-        files = [SplitFile(stack.enter_context(replacing(folder / f"{split}.jsonl"))) for split in SPLITS]
+        paths = [stack.enter_context(replacing(folder / f"{split}.jsonl")) for split in SPLITS]
+        files = [stack.enter_context(path.open("wb")) for path in paths]
         joiners = [ChatJoiner(config.join_tokens, seed=config.seed) if config.join_tokens else None for _ in SPLITS]
+
+        def write(split: int, lines: Iterable[bytes]) -> None:
+            for line in lines:
+                files[split].write(line)
+                splits[SPLITS[split]]["rows"] += 1
+
         for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
             is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
             reason = row.reason or _reason_beside_others(row, excluded, digests)
             tally.count(row, reason)
             if reason is None:
-                _write(row, files[is_validation], joiners[is_validation])
+                joiner = joiners[is_validation]
+                write(is_validation, [row.line] if joiner is None else joiner.add(row.line, row.num_tokens))
             if tally.num_read % ROWS_AT_A_TIME == 0:
                 on_rows(tally.num_read)
-        for file, joiner in zip(files, joiners, strict=True):
-            for line in joiner.rest() if joiner else ():
-                file.write(line)
+        for split, joiner in enumerate(joiners):
+            write(split, joiner.rest() if joiner else ())
         on_rows(tally.num_read)
         num_refused = sum(counts[REFUSED] for counts in tally.counts.values())
         if 2 * num_refused > tally.num_read:
             raise BadInput(f"{tally.examples[REFUSED][0]} ({num_refused} of {tally.num_read} rows are refused)")
-        if not files[0].counts.rows:
+        if not splits["train"]["rows"]:
             raise BadInput(f"no row is left for training: {tally.in_words()}")
-        splits = {split: file.close() for split, file in zip(SPLITS, files, strict=True)}
     card = tally.card(splits, config)
     write_card(folder, card)
     return card
-
-
-def _write(row: JudgedRow, file: SplitFile, joiner: ChatJoiner | None) -> None:
-    for line in [row.line] if joiner is None else joiner.add(row.line, row.num_tokens):
-        file.write(line)
 
 
 def prepared_before(config: PrepareConfig) -> Card | None:
@@ -165,7 +167,7 @@ class _Tally:
         if reason is not None and len(self.examples.setdefault(reason, [])) < NUM_EXAMPLES:
             self.examples[reason].append(row.problem or row.origin)
 
-    def card(self, splits: dict[str, SplitCounts], config: PrepareConfig) -> Card:
+    def card(self, splits: dict[str, dict[str, int]], config: PrepareConfig) -> Card:
         total = _row_counts(sum(self.counts.values(), Counter()))
         sources = {source: _row_counts(counts) for source, counts in self.counts.items()}
         examples = dict(sorted(self.examples.items()))

@@ -42,7 +42,7 @@ class AsIds:
 
     def template(self, request: ChatRequest) -> ChatTemplate:
         """The chat template with what the request tells it."""
-        return ChatTemplate(self.tokenizer, request.tools, request.template_variables)
+        return ChatTemplate(self.tokenizer, request.tools, request.variables)
 
     def answer(self, prompt: list[int], tokens: list[int], request: ChatRequest) -> Answer:
         """The text of an answer and its ids; reasoning stays in the text, where the answer itself opens it.

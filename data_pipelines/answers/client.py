@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
+CONNECT_SECONDS = 10.0
 LONGEST_BACKOFF = 60  # seconds between two attempts
 FAILURES_IN_A_ROW = 3  # after which a server is paused; fewer may be the fault of one bad request
 UNKNOWN_KEY = (
@@ -115,7 +116,7 @@ class OpenAIClient:
         return openai.OpenAI(
             base_url=f"{address.url}/v1",
             api_key=address.key or "EMPTY",  # ignored by servers without a key
-            timeout=openai.Timeout(self.config.timeout, connect=self.config.connect_timeout),
+            timeout=openai.Timeout(self.config.timeout, connect=CONNECT_SECONDS),
             max_retries=0,
         )
 
@@ -132,7 +133,9 @@ class OpenAIClient:
                 if refused := refused_keys(error, set(sent)):
                     left_out |= refused
                     continue
-                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told_in(server, error)}"
+                body = error.body  # of {"error": ...} the inner part
+                told = server.address.hide(str((body.get("message", body) if isinstance(body, dict) else body) or ""))
+                problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told or '(no text)'}"
                 if error.status_code in STOPPING:
                     raise BadInput(problem) from error
                 if may_pass(error.status_code):
@@ -159,9 +162,8 @@ class OpenAIClient:
         """The server's response. Args: optional: those of the `optional` keys to send. Raises: openai's errors."""
         import openai
 
-        sampling = request.sampling
-        variables = variables_of(request)
-        extra = self._extra(request.sampling, {**optional, **({VARIABLES: variables} if variables else {})})
+        sampling, variables = request.sampling, variables_of(request)
+        extra = self._extra(sampling, {**optional, **({VARIABLES: variables} if variables else {})})
         messages: Any = [for_api(message) for message in request.messages]
         tools: Any = request.tools
         response = server.client.chat.completions.with_raw_response.create(
@@ -283,14 +285,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:
     """What the server's chat template is told; not the day, which servers take from their own clock."""
-    return {name: value for name, value in request.template_variables.items() if name != DAY}
-
-
-def told_in(server: Server, error: "openai.APIStatusError") -> str:
-    """The server's message about a refusal, without the key."""
-    body = error.body  # of {"error": ...} the inner part
-    text = body.get("message", body) if isinstance(body, dict) else body
-    return server.address.hide(str(text or "")) or "(no text)"
+    return {name: value for name, value in request.variables.items() if name != DAY}
 
 
 def refused_keys(error: "openai.APIStatusError", sent: set[str]) -> set[str]:

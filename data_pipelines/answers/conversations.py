@@ -64,12 +64,8 @@ class ChatRequest:
     tools: list[Any] | None  # in OpenAI's format
     sampling: SamplingConfig
     seed: int  # of this answer, which thus does not depend on other requests
-    variables: dict[str, Any] | None = None  # of the chat template; None: those of the sampling
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """The variables that the chat template gets."""
-        return self.sampling.variables if self.variables is None else self.variables
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+    prompt: list[int] = field(default_factory=list)  # its ids, where a server is asked by them
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ which share a random number stream), `joining` (this process, greedy answers wit
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -79,18 +78,17 @@ def in_batches(
     batch_size: int,
     is_done: Callable[[str], bool],
 ) -> Iterator[Outcome]:
-    """Yield outcomes batch by batch; conversations of a batch have similar length and equal sampling.
+    """Yield outcomes batch by batch; conversations of a batch have similar length.
 
     Batches do not depend on which conversations are done, and a batch is answered as a whole. So an answer that depends
     on its batch (by the shared random number stream, or by rounding) is the same in a resumed run. A batch is skipped
     if all of it is done; otherwise its done conversations are yielded again.
     """
     for window in chunks(conversations, size=BATCHES_IN_WINDOW * batch_size):
-        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.length, conversation.key))
-        for _, group in groupby(window, key=lambda conversation: repr(conversation.sampling)):
-            for batch in chunks(group, size=batch_size):
-                if not all(is_done(conversation.key) for conversation in batch):
-                    yield from _turn_by_turn(batch, answer)
+        window.sort(key=lambda conversation: (conversation.length, conversation.key))
+        for batch in chunks(window, size=batch_size):
+            if not all(is_done(conversation.key) for conversation in batch):
+                yield from _turn_by_turn(batch, answer)
 
 
 def _turn_by_turn(
@@ -124,12 +122,11 @@ def joining(
     """
     undone = (conversation for conversation in conversations if not is_done(conversation.key))
     for window in chunks(undone, size=BATCHES_IN_WINDOW * batch_size):
-        window.sort(key=lambda conversation: (repr(conversation.sampling), conversation.beginning, conversation.key))
-        for _, group in groupby(window, key=lambda conversation: repr(conversation.sampling)):
-            talks = {conversation.key: conversation.talk() for conversation in group}
-            waiting = deque((key, next(talk)) for key, talk in talks.items())
-            for key, answered in answers(waiting):
-                try:
-                    waiting.append((key, talks[key].send(answered)))
-                except StopIteration as end:
-                    yield key, end.value
+        window.sort(key=lambda conversation: (conversation.beginning, conversation.key))
+        talks = {conversation.key: conversation.talk() for conversation in window}
+        waiting = deque((key, next(talk)) for key, talk in talks.items())
+        for key, answered in answers(waiting):
+            try:
+                waiting.append((key, talks[key].send(answered)))
+            except StopIteration as end:
+                yield key, end.value

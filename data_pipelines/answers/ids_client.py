@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from ...engines.servers.address import Address
@@ -13,13 +13,6 @@ from .conversations import Answer, ChatRequest, Failure
 from .regenerate import ClientConfig
 
 ENDED_BY = ("stop_reason", "matched_stop")  # the end token that a choice names, of vLLM, of SGLang
-
-
-@dataclass(frozen=True)
-class IdsRequest(ChatRequest):
-    """A request with its prompt as ids."""
-
-    prompt: tuple[int, ...] = ()
 
 
 class IdsClient(OpenAIClient):
@@ -33,14 +26,13 @@ class IdsClient(OpenAIClient):
         prompt = self.as_ids.prompt(request)
         if isinstance(prompt, Failure):
             raise prompt
-        return super().__call__(IdsRequest(**vars(request), prompt=tuple(prompt)))
+        return super().__call__(replace(request, prompt=prompt))
 
     def _asked(self, server: Server, request: ChatRequest, optional: dict[str, Any]) -> bytes:
-        assert isinstance(request, IdsRequest)
         sampling = request.sampling
         response = server.client.completions.with_raw_response.create(
             model=self.model,
-            prompt=list(request.prompt),
+            prompt=request.prompt,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -50,7 +42,6 @@ class IdsClient(OpenAIClient):
         return response.content
 
     def _read(self, payload: bytes, request: ChatRequest, url: str) -> Answer:
-        assert isinstance(request, IdsRequest)
         try:
             [choice, *_] = json.loads(payload)["choices"]
             reason = choice["finish_reason"]
@@ -63,9 +54,9 @@ class IdsClient(OpenAIClient):
             raise AttemptFailed(f"{url}: the server gave up: finish_reason {reason}")
         if not tokens:
             raise Failure(f"{url}: gives no token ids; ask it by messages: engine.name=openai")
-        if prompt is not None and prompt != list(request.prompt):
+        if prompt is not None and prompt != request.prompt:
             raise Failure(f"{url}: read another prompt than it was asked")
         end = next((choice[key] for key in ENDED_BY if choice.get(key) in self.ends), None)
         if reason == "stop" and end is not None and tokens[-1] != end:
             tokens.append(end)
-        return self.as_ids.answer(list(request.prompt), tokens, request)
+        return self.as_ids.answer(request.prompt, tokens, request)

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 from ...base.errors import BadInput
 from ...base.files import LocalPath
 from ...base.owned import check_owner
-from ...configs.loader import build
 from ...engines.neutral_sampling import NEUTRAL
 from ...engines.servers.setting import OURS, EngineSetting
 from ...targets.chat.rows import VARIABLES, check_variables
 from ..rows.config import TURNS, check_at_least_one, check_choice
-from ..rows.sources import Source, iter_rows, read_sources
+from ..rows.sources import iter_rows, read_sources
 from .conversations import Exchange, Failure, SamplingConfig, exchanges
 from .dispatch import Outcome
 from .store import COMMAND, AnswerStore, RunIndex, RunSummary
@@ -27,7 +26,6 @@ class ClientConfig:
     """How requests are sent to servers."""
 
     concurrency: int = 64  # concurrent requests per server
-    connect_timeout: float = 10.0  # seconds
     timeout: float = 900.0  # seconds for an answer
     num_attempts: int = 6  # per answer; attempts that reach no server are not counted
     backoff: float = 0.5  # seconds before the second attempt, doubled before each later one
@@ -37,7 +35,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         check_at_least_one(concurrency=self.concurrency, num_attempts=self.num_attempts)
         check_variables(self.extra_body.get(VARIABLES, {}), f"extra_body.{VARIABLES}")
-        for name in ("connect_timeout", "timeout", "backoff", "patience"):
+        for name in ("timeout", "backoff", "patience"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise BadInput(f"{name} {getattr(self, name)}: expected more than 0")
 
@@ -65,24 +63,16 @@ class EngineConfig(EngineSetting):
             raise BadInput(f"server: name {BY_MESSAGES} is of one that runs, such as http://localhost:8000")
 
 
-@dataclass(kw_only=True, frozen=True)
-class AskedSource(Source):
-    """A source that may override the sampling of its answers."""
-
-    sampling: dict[str, Any] | None = None  # overrides of keys of the run's `sampling`
-
-
 @dataclass(kw_only=True)
 class RegenerateConfig:
     """Which prompts are answered, by whom, and how."""
 
-    sources: str | list[str | dict[str, Any]]  # an `AskedSource`, or a list of such
+    sources: str | list[str | dict[str, Any]]  # a `Source` of sources.py, or a list of them
     output: LocalPath  # the folder to fill
     target: LocalPath  # a local folder or hub id; of engine.name openai, its name at the server
     turns: str = "all"  # `all`: each assistant turn is answered, after the new answers before it; or only the `last`
     num_rows: int | None = None  # the first rows only, over all sources
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    drop_truncated: bool = False  # leave answers that were cut out of answers.jsonl
     client: ClientConfig = field(default_factory=ClientConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -134,8 +124,8 @@ def regenerate(
     Raises: BadInput on rows without a prompt, on a folder that was started with other settings or rows, and if no
         request can succeed any more. Answers so far are kept, and a later call with the same settings resumes.
     """
-    index, sampling_of = RunIndex.of(conversations(config)), source_samplings(config)
-    with AnswerStore(config.output, _settings(config, sampling_of, index, target_identity or {})) as store:
+    index = RunIndex.of(conversations(config))
+    with AnswerStore(config.output, _settings(config, index, target_identity or {})) as store:
         if (summary := store.finished()) is not None:
             return summary
         progress = RunProgress(num_all=len(index.source_ids), num_answered=len(store))
@@ -151,7 +141,7 @@ def regenerate(
                 progress.num_tokens += outcome["usage"]["completion_tokens"]
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
-        return store.finish(index, failed, drop_truncated=config.drop_truncated, servers=config.engine.servers)
+        return store.finish(index, failed)
 
 
 def check_prompts(config: RegenerateConfig) -> None:
@@ -162,21 +152,8 @@ def check_prompts(config: RegenerateConfig) -> None:
 
 def conversations(config: RegenerateConfig) -> Iterator[Exchange]:
     """What is asked, row by row. Raises BadInput on rows without a prompt."""
-    sampling_of = source_samplings(config)
-    for row in iter_rows(config.sources, AskedSource, num_rows=config.num_rows):
-        yield from exchanges(row, sampling_of[row.source], turns=config.turns)
-
-
-def source_samplings(config: RegenerateConfig) -> dict[str, SamplingConfig]:
-    """The sampling of each source by its name. Raises BadInput if two sources of one name have different sampling."""
-    sampling_of: dict[str, SamplingConfig] = {}
-    for index, source in enumerate(read_sources(config.sources, AskedSource)):
-        sampling = build(
-            SamplingConfig, asdict(config.sampling) | (source.sampling or {}), where=f"sources.{index}.sampling"
-        )
-        if sampling_of.setdefault(source.called, sampling) != sampling:
-            raise BadInput(f"sources.{index}: another {source.called!r} has other sampling; give each its own `name`")
-    return sampling_of
+    for row in iter_rows(config.sources, num_rows=config.num_rows):
+        yield from exchanges(row, config.sampling, turns=config.turns)
 
 
 def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
@@ -187,12 +164,7 @@ def _each_once(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
             yield exchange
 
 
-def _settings(
-    config: RegenerateConfig,
-    sampling_of: Mapping[str, SamplingConfig],
-    index: RunIndex,
-    target_identity: Mapping[str, Any],
-) -> dict[str, Any]:
+def _settings(config: RegenerateConfig, index: RunIndex, target_identity: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that the answers depend on; not the servers' addresses or concurrency."""
     engine, client = config.engine, config.client
     by_servers = {"by": engine.name, "args": engine.args, "extra_body": client.extra_body}
@@ -203,7 +175,7 @@ def _settings(
         "target_fingerprint": None,
         **target_identity,
         **(by_engine if engine.is_ours else by_servers),
-        **{name: getattr(config, name) for name in ("turns", "num_rows", "drop_truncated")},
-        "sampling": {name: asdict(sampling) for name, sampling in sampling_of.items()},
+        **{name: getattr(config, name) for name in ("turns", "num_rows")},
+        "sampling": {source.called: asdict(config.sampling) for source in read_sources(config.sources)},
         "rows_sha256": hashlib.sha256("".join(index.source_ids).encode()).hexdigest(),
     }

@@ -1,6 +1,5 @@
 """Answers on disk: appended as they arrive, resumable after a kill at any point, and sorted at the end."""
 
-import hashlib
 import json
 import os
 import time
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput
 from ...base.files import remove, replacing, write_text
 from ...base.jsonl import index_appended
@@ -26,12 +26,10 @@ class Counts:
     """Numbers of conversations and tokens of a run."""
 
     answered: int = 0
-    written: int = 0  # to answers.jsonl
     truncated: int = 0  # the last answer was cut at max_tokens
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failed: int = 0
-    left_to_server: dict[str, int] = field(default_factory=dict)  # by sampling setting, rows whose server refused it
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,9 @@ class RunSummary:
     """The entries of a finished run's manifest.json, apart from its settings."""
 
     is_complete: bool
-    servers: list[str]
     rows: int
     duplicates: int
     counts: Counts
-    sha256: str  # of answers.jsonl
 
 
 @dataclass
@@ -88,8 +84,8 @@ class AnswerStore:
             manifest = self._read_manifest()
             if manifest is None:
                 self._write_manifest({"is_complete": False})
-            else:
-                check_same_settings(manifest["settings"], self.settings, folder=self.folder)
+            elif difference := first_difference(manifest["settings"], self.settings):
+                raise BadInput(f"{self.folder}: started with {difference}; give a new folder")
             self._file = self._open_part()
         except BaseException:
             self._owned.close()
@@ -114,8 +110,8 @@ class AnswerStore:
         if manifest is None or not manifest["is_complete"] or not (self.folder / "answers.jsonl").exists():
             return None
         remove(self.part)  # it is still there if the run was killed just before removing it
-        given = {key: value for key, value in manifest.items() if key not in ("format", "settings", "counts")}
-        return RunSummary(**given, counts=Counts(**manifest["counts"]))
+        counts = Counts(**{name: manifest["counts"][name] for name in Counts.__dataclass_fields__})
+        return RunSummary(True, manifest["rows"], manifest["duplicates"], counts)
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
         """Append a row, unless the key has one."""
@@ -127,16 +123,12 @@ class AnswerStore:
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
-    def finish(
-        self, index: RunIndex, failed: Mapping[str, dict[str, Any]], *, drop_truncated: bool, servers: list[str]
-    ) -> RunSummary:
+    def finish(self, index: RunIndex, failed: Mapping[str, dict[str, Any]]) -> RunSummary:
         """Write the stored rows in the order of the index. Args: failed: rows of failed.jsonl, by key."""
         self._sync()
-        counts, digest = Counts(failed=len(failed)), hashlib.sha256()
+        counts = Counts(failed=len(failed))
         with replacing(self.folder / "answers.jsonl") as path, path.open("wb") as file:
-            for line in self._kept(index.source_ids, counts, drop_truncated=drop_truncated):
-                digest.update(line)
-                file.write(line)
+            file.writelines(self._counted(index.source_ids, counts))
         failures = self.folder / "failed.jsonl"
         if failed:
             with replacing(failures) as path, path.open("wb") as file:
@@ -144,14 +136,14 @@ class AnswerStore:
                 file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
         else:
             remove(failures)
-        numbers = index.num_rows, index.num_duplicates, counts
-        summary = RunSummary(not failed, servers, *numbers, digest.hexdigest())
+        summary = RunSummary(not failed, index.num_rows, index.num_duplicates, counts)
         self._write_manifest(asdict(summary))
         if not failed:
             remove(self.part)  # kept while conversations are missing, for a later run to resume
         return summary
 
-    def _kept(self, keys: Iterable[str], counts: Counts, *, drop_truncated: bool) -> Iterator[bytes]:
+    def _counted(self, keys: Iterable[str], counts: Counts) -> Iterator[bytes]:
+        """The stored rows of these keys, in their order, which are added to the counts."""
         with self.part.open("rb") as file:
             for key in keys:
                 if key not in self._offsets:
@@ -163,11 +155,7 @@ class AnswerStore:
                 counts.truncated += row["truncated"]
                 counts.prompt_tokens += row["usage"]["prompt_tokens"]
                 counts.completion_tokens += row["usage"]["completion_tokens"]
-                for setting in row.get("left_to_server", ()):
-                    counts.left_to_server[setting] = counts.left_to_server.get(setting, 0) + 1
-                if not (drop_truncated and row["truncated"]):
-                    counts.written += 1
-                    yield line
+                yield line
 
     def _read_manifest(self) -> dict[str, Any] | None:
         path = self.folder / "manifest.json"
@@ -197,13 +185,3 @@ class AnswerStore:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
-
-
-def check_same_settings(before: Any, now: Any, *, folder: Path, at: str = "") -> None:
-    """Raises BadInput, naming the first setting (dotted key) that differs from those the folder was started with."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*now, *before]:
-            check_same_settings(before.get(key), now.get(key), folder=folder, at=f"{at}.{key}" if at else key)
-    elif before != now:
-        shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(json.dumps, (before, now))]
-        raise BadInput(f"{folder}: started with {at} {shown[0]}, now {shown[1]}; give a new folder")

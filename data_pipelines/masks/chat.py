@@ -16,7 +16,7 @@ from ...targets.chat.rows import UnusableRow, answer_in, chat_of, instruction_in
 from ...targets.chat.written_ids import KEY, Written, joined, written_sequences
 from ..rows.config import DataConfig
 from ..rows.parallel import in_order
-from ..rows.row_shapes import SHAPES
+from ..rows.row_shapes import SHAPES, is_cut
 from ..rows.samples import FROM_ROW, FROM_TEXT, NOT_ITS_IDS, SEGMENTS, Sample
 from ..rows.sources import Row
 from .assistant_masks import Chat
@@ -26,7 +26,7 @@ from .traces import split_sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODING = 2  # the version of what this file makes of a row; raised with every change that gives a row other samples
+ENCODING = 3  # the version of what this file makes of a row; raised with every change that gives a row other samples
 NO_ANSWER = "a prompt without an answer to train on; `headstart data regenerate` has the target write answers"
 
 
@@ -112,8 +112,8 @@ def encode_row(
       `text`                           all tokens but a leading bos are supervised
 
     Each supervised text stands behind the ids of its prompt alone, as in serving; a chat becomes several samples where
-    its later prompts have other tokens. If the row has `truncated: true`, as rows of `headstart data regenerate` may,
-    its last answer has no end token.
+    its later prompts have other tokens. If the row has `truncated: true` or `finish_reason: length`, as rows of
+    `headstart data regenerate` may, its last answer has no end token.
 
     Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
     Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
@@ -178,7 +178,7 @@ def _said(data: dict[str, Any], origin: str) -> list[Message]:
 
 def _without_end(written: Written, data: dict[str, Any], table: TokenTable) -> Written:
     """The sequence; up to the end token of its last answer, if that answer was cut at a maximum length."""
-    if not data.get("truncated") or not written.spans:
+    if not is_cut(data) or not written.spans:
         return written
     ids, (*earlier, (start, end)) = written.input_ids, written.spans
     end -= end > start and ids[end - 1] in table.special

@@ -1,7 +1,7 @@
 """Splits long rows, such as reasoning traces, into pieces of a maximum length, and counts tokens by segment."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -76,29 +76,13 @@ def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callab
     return max(range(earliest, latest + 1), key=rank)
 
 
-@dataclass(frozen=True)
-class SegmentStatistics:
-    """Statistics of a segment's number of tokens, over the samples that have the segment."""
-
-    num_samples: int
-    num_tokens: int
-    mean: float
-    p50: float
-    p90: float
-    max: int
-
-
-def segment_statistics(samples: Iterable[Sample]) -> dict[str, SegmentStatistics]:
-    """The statistics of each segment that occurs, and of supervised tokens under the key `supervised`."""
+def segment_lengths(samples: Iterable[Sample]) -> dict[str, list[int]]:
+    """The numbers of tokens of each segment that occurs, of the samples that have it; `supervised`: of supervised
+    tokens."""
     lengths: dict[str, list[int]] = {name: [] for name in (*SEGMENTS, "supervised")}
     for sample in samples:
         counts = np.bincount(sample.segments, minlength=len(SEGMENTS)).tolist()
         for name, count in zip(lengths, [*counts, int(sample.loss_mask.sum())], strict=True):
             if count:
                 lengths[name].append(count)
-    return {name: _statistics(np.asarray(counts)) for name, counts in lengths.items() if counts}
-
-
-def _statistics(counts: np.ndarray) -> SegmentStatistics:
-    p50, p90 = np.percentile(counts, (50, 90)).tolist()
-    return SegmentStatistics(len(counts), int(counts.sum()), float(counts.mean()), p50, p90, int(counts.max()))
+    return {name: counts for name, counts in lengths.items() if counts}

@@ -34,7 +34,7 @@ def read_file(path: Path) -> LocatedRows:
 def _reader_of(path: Path) -> Reader | None:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return _jsonl_rows
-    return {".json": _json_rows, ".parquet": _parquet_rows, ".arrow": _arrow_rows}.get(path.suffix)
+    return {".json": _json_rows, ".parquet": _column_rows, ".arrow": _column_rows}.get(path.suffix)
 
 
 def _jsonl_rows(path: Path) -> LocatedRows:
@@ -61,43 +61,38 @@ def _json_rows(path: Path) -> LocatedRows:
         yield item, f"{path}[{index}]"
 
 
-def _parquet_rows(path: Path) -> LocatedRows:
-    def batches() -> Iterator[Any]:
-        from pyarrow import parquet
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    from pyarrow import parquet
 
-        with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(ROWS_AT_A_TIME)
-
-    return _column_rows(path, batches, kind="Parquet")
+    with parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(ROWS_AT_A_TIME)
 
 
-def _arrow_rows(path: Path) -> LocatedRows:
-    def batches() -> Iterator[Any]:
-        from pyarrow import ipc, memory_map
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    from pyarrow import ipc, memory_map
 
-        with memory_map(str(path)) as file:
-            is_file_format = file.read(6) == b"ARROW1"
-            file.seek(0)
-            if is_file_format:
-                reader = ipc.open_file(file)
-                record_batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            else:
-                record_batches = iter(ipc.open_stream(file))
-            for batch in record_batches:
-                for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
-                    yield batch.slice(start, ROWS_AT_A_TIME)
-
-    return _column_rows(path, batches, kind="Arrow")
+    with memory_map(str(path)) as file:
+        is_file_format = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if is_file_format:
+            reader = ipc.open_file(file)
+            record_batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            record_batches = iter(ipc.open_stream(file))
+        for batch in record_batches:
+            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
+                yield batch.slice(start, ROWS_AT_A_TIME)
 
 
-def _column_rows(path: Path, batches: Callable[[], Iterator[Any]], *, kind: str) -> LocatedRows:
+def _column_rows(path: Path) -> LocatedRows:
+    batches, kind = (_parquet_batches, "Parquet") if path.suffix == ".parquet" else (_arrow_batches, "Arrow")
     try:
         from pyarrow import ArrowException
     except ImportError as error:
         raise BadInput(f"{path}: reading {path.suffix} needs pyarrow: pip install pyarrow") from error
     index = 0
     try:
-        for batch in batches():
+        for batch in batches(path):
             for data in batch.to_pylist():
                 yield without_absent(data), f"{path}[{index}]"
                 index += 1

@@ -26,7 +26,7 @@ class Conversation:
     # to be written: `messages` (with `tools`, variables and `written_ids`), `prompt`, or `text`
     data: dict[str, Any]
     turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
-    truncated: bool  # whether the last answer was cut: the row has `truncated` or `finish_reason: length`
+    truncated: bool  # see `is_cut`
 
     @property
     def answers(self) -> Iterator[str]:
@@ -54,11 +54,9 @@ class Conversation:
         told = [self.data[key] for key in ("tools", VARIABLES) if key in self.data]
         return "".join(json.dumps(part, default=str) for part in told)
 
-    def id(self, *more: object) -> str:
-        """32 hex digits, equal only for equal turns, tools, and `more`."""
-        return turns_digest(
-            [*self.turns, ("tools", self.tools), *(("more", str(one)) for one in more)], exact=True
-        ).hex()
+    def id(self, own: object) -> str:
+        """32 hex digits, equal only for equal turns, tools, and ids of the rows' own."""
+        return turns_digest([*self.turns, ("tools", self.tools), ("more", str(own))], exact=True).hex()
 
 
 def turns_digest(turns: list[tuple[str, str]], *, exact: bool = False) -> bytes:
@@ -91,8 +89,12 @@ def conversation_of(row: Row) -> Conversation:
     else:
         known = f"{SHAPES}, or `prompt` alone"
         raise BadInput(f"{row.origin}: unknown row shape with keys {', '.join(data) or '(none)'}; known are {known}")
-    truncated = data.get("truncated") is True or data.get("finish_reason") == "length"
-    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), truncated)
+    return Conversation(shaped, list(_turn_texts(shaped, row.origin)), is_cut(data))
+
+
+def is_cut(data: Mapping[str, Any]) -> bool:
+    """Whether a row's last answer was cut, and so has no end to learn."""
+    return bool(data.get("truncated")) or data.get("finish_reason") == "length"
 
 
 def _shaped_chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:

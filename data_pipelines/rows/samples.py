@@ -19,7 +19,7 @@ class Sample:
     input_ids: np.ndarray  # [T] int32
     segments: np.ndarray  # [T] uint8, indices into SEGMENTS
     loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
-    num_cut: int = 0  # tokens at the end of the row that data.max_length cut off
+    num_cut: int = 0  # tokens at the end of the row that data.max_length cut off; not stored
     source: str = FROM_TEXT
 
     @classmethod

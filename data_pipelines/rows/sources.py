@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...base.errors import BadInput
 from ...base.files import LocalPath
@@ -34,8 +34,8 @@ class Source:
     """A source of rows: a mapping in a config, or a plain text, which is its `source`.
 
     source: a file, a folder (all data files in it and its subfolders, sorted by name), a pattern with `*`, or, if there
-    is no such path, a hub name: `owner/name`, `owner/name:split`, `owner/name@config:split`. Formats: .jsonl,
-    .jsonl.gz, .json (a list of objects, read as a whole), .parquet, .arrow (stream or file).
+    is no such path, a hub name: `owner/name`, `owner/name:split` (else `train`), `owner/name@config:split`. Formats:
+    .jsonl, .jsonl.gz, .json (a list of objects, read as a whole), .parquet, .arrow (stream or file).
     """
 
     source: LocalPath
@@ -44,8 +44,6 @@ class Source:
     weight: float | None = None
     num_rows: int | None = None  # only its first rows; None: all
     columns: dict[str, str] = field(default_factory=dict)  # keys to rename, e.g. {question: prompt, answer: response}
-    config: str | None = None  # of a hub data set
-    split: str | None = None  # of a hub data set; None: `train`
     streaming: bool = False  # read a hub data set row by row over the network, instead of downloading it first
 
     def __post_init__(self) -> None:
@@ -92,9 +90,8 @@ class Source:
 
     def _located_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
         files = self.files()
-        for key in ("config", "split", "streaming") if files else ():
-            if getattr(self, key):
-                raise BadInput(f"{self.source}: {key} is for hub data sets; this is a local file")
+        if files and self.streaming:
+            raise BadInput(f"{self.source}: streaming is for hub data sets; this is a local file")
         return (located for file in files for located in read_file(file)) if files else self._hub_rows()
 
     def _is_hub(self) -> bool:
@@ -105,10 +102,7 @@ class Source:
     def _hub_rows(self) -> Iterator[tuple[dict[str, Any], str]]:
         match = HUB_NAME.fullmatch(self.source)
         assert match is not None
-        for key in ("config", "split"):
-            if match[key] and getattr(self, key):
-                raise BadInput(f"{self.source}: {key} is given twice, {match[key]!r} and {getattr(self, key)!r}")
-        config, split = match["config"] or self.config, match["split"] or self.split or "train"
+        split = match["split"] or "train"
         try:
             import datasets
         except ImportError as error:
@@ -116,7 +110,7 @@ class Source:
             raise BadInput(f"{self.source}: {problem}") from error
         index = 0
         try:
-            for data in datasets.load_dataset(match["name"], config, split=split, streaming=self.streaming):
+            for data in datasets.load_dataset(match["name"], match["config"], split=split, streaming=self.streaming):
                 yield without_absent(dict(data)), f"{self.source}[{index}]"
                 index += 1
         except Exception as error:  # the hub, the network and data formats raise exceptions of many kinds
@@ -126,36 +120,30 @@ class Source:
             raise BadInput(f"{self.source}: no row in split {split}")
 
 
-SomeSource = TypeVar("SomeSource", bound=Source)
-
-
-def read_sources(spec: Spec | Sequence[Spec], cls: type[SomeSource] = Source) -> list[SomeSource]:
+def read_sources(spec: Spec | Sequence[Spec]) -> list[Source]:
     """The sources of a config, which has one or a list. Raises BadInput if there is none, or a key is unknown."""
     specs = [spec] if isinstance(spec, (str, Mapping)) else spec
     if not specs:
         raise BadInput("no data source is given")
     return [
-        cls(source=expanduser(item)) if isinstance(item, str) else build(cls, item, where=f"sources.{index}")
+        Source(source=expanduser(item)) if isinstance(item, str) else build(Source, item, where=f"sources.{index}")
         for index, item in enumerate(specs)
     ]
 
 
-def iter_rows(
-    spec: Spec | Sequence[Spec], cls: type[Source] = Source, *, num_rows: int | None = None, seed: int = 0
-) -> Iterator[Row]:
+def iter_rows(spec: Spec | Sequence[Spec], *, num_rows: int | None = None, seed: int = 0) -> Iterator[Row]:
     """The rows of one or several sources, one in memory at a time.
 
     Without weights, sources are read one after another. If a source has a weight, they are mixed by `interleave`.
 
     Args:
         spec: one source or a list of sources, as in a config.
-        cls: class of the sources.
         num_rows: only the first rows; None: all.
         seed: of the mixture.
     Raises: BadInput at once if there is no source or no such file, and while reading if the format is unknown, a row is
         not an object (naming its origin), or a hub data set cannot be loaded.
     """
-    sources = read_sources(spec, cls)
+    sources = read_sources(spec)
     for source in sources:
         source.files()
     if all(source.weight is None for source in sources):

@@ -24,7 +24,8 @@ REQUEST_KEYS = ("request", "request_body", "body", "input")
 RESPONSE_KEYS = ("response", "response_body", "output", "completion", "answer")
 TEXT_KEYS = ("content", "text", "generated_text", "response", "completion", "output")
 DOMAIN_KEYS = ("category", "domain")  # as in prompt files
-CUT = ("length", "limit", "max_tokens")  # finish reasons of answers that were cut
+# finish reasons of answers that the target did not end itself
+CUT = ("length", "limit", "max_tokens", "abort", "error", "content_filter", "stop_sequence", "word")
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def response_message(response: Any, origin: str) -> tuple[Message | None, str | 
     if choices and isinstance(choices, list) and isinstance(choices[0], dict):
         choice = choices[0]
         message = choice.get("message") or {"content": choice.get("text")}
-        return {"role": "assistant", **message}, choice.get("finish_reason")
-    reason = response.get("finish_reason") or response.get("stop_type")
+        return {"role": "assistant", **message}, reason_of(choice)
+    reason = reason_of(response)
     if isinstance(response.get("message"), dict):
         return {"role": "assistant", **response["message"]}, reason
     if "messages" not in response and "conversations" not in response:
@@ -156,6 +157,13 @@ def response_message(response: Any, origin: str) -> tuple[Message | None, str | 
             raise BadInput(f"{origin}: no answer among the keys {', '.join(response) or '(none)'}")
         return {"role": "assistant", "content": text}, reason
     return None, reason
+
+
+def reason_of(choice: Mapping[str, Any]) -> str | None:
+    """The finish reason; `stop_sequence` where vLLM or SGLang name the text of the request's `stop` that ended it."""
+    reason = choice.get("finish_reason") or choice.get("stop_type")
+    is_stopped = any(isinstance(choice.get(key), str) for key in ("stop_reason", "matched_stop"))
+    return "stop_sequence" if reason == "stop" and is_stopped else reason
 
 
 def joined_chunks(chunks: list[dict[str, Any]]) -> tuple[Message, str | None]:
@@ -168,7 +176,7 @@ def joined_chunks(chunks: list[dict[str, Any]]) -> tuple[Message, str | None]:
             add_to_calls(calls, part_of_call)
         texts.append(delta.get("content") or choice.get("text") or "")
         traces.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
-        reason = choice.get("finish_reason") or reason
+        reason = reason_of(choice) or reason
     more: dict[str, Any] = {"reasoning_content": "".join(traces)} if any(traces) else {}
     more |= {"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {}
     return {"role": "assistant", "content": "".join(texts), **more}, reason

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput, first_line
 from ...engines.servers.address import Address, first_answer
 from ...targets.weights.served_adapter import ServedAdapter
@@ -56,10 +57,8 @@ class StatesIdentity:
 
     def check_same(self, other: "StatesIdentity", *, url: str) -> None:
         """Raises BadInput, naming what differs, if a server is another one than before."""
-        for key, before in asdict(self).items():
-            now = getattr(other, key)
-            if now != before:
-                raise BadInput(f"server {url}: has {key} {now} now, and had {before} before")
+        if difference := first_difference(asdict(self), asdict(other)):
+            raise BadInput(f"server {url}: is another one than before: {difference}")
 
 
 @dataclass(frozen=True)
@@ -80,43 +79,30 @@ class Lost(Exception):
     """States that did not come, such as those of a server that was ended after its answer: they may be asked again."""
 
 
-class Files:
-    """The files of one asker. label: hex digits, with which a server begins their names."""
+def taken(path: Path, *, patience: float) -> dict[str, Tensor]:
+    """The tensors of an answer's file, which is then removed.
 
-    def __init__(self, label: str):
-        self.label, self.patience = label, FILE_SECONDS
-        self._folders = set[Path]()  # the servers'
-
-    def take(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of an answer, which the server then has no more. Args: told: has the file's path.
-
-        Raises: BadInput if this process does not see the file, or the server could not write it; Lost if none comes.
-        """
-        path, until, pause = Path(told["file"]), time.monotonic() + self.patience, SHORTEST
-        self._folders.add(path.parent)
-        while not path.exists():
-            failed = path.with_suffix(FAILED)
-            if failed.exists():
-                why = failed.read_text()
-                failed.unlink(missing_ok=True)
-                raise BadInput(f"{path}: the server could not write it: {why}")
-            if not path.parent.is_dir():
-                raise BadInput(f"{path.parent}: not seen here: the server's folder of states must be on a shared disk")
-            if time.monotonic() > until:
-                raise Lost(f"{path}: not there {self.patience:g} s after the answer")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST)
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"{path}: cannot be read: {error}") from error
-        finally:
-            path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Remove what this asker left when it was killed. No answer may be under way."""
-        for path in (path for folder in self._folders for path in folder.glob(f"*{self.label}-*")):
-            path.unlink(missing_ok=True)
+    Raises: BadInput if this process does not see the file, or the server could not write it; Lost if none comes.
+    """
+    until, pause = time.monotonic() + patience, SHORTEST
+    while not path.exists():
+        failed = path.with_suffix(FAILED)
+        if failed.exists():
+            why = failed.read_text()
+            failed.unlink(missing_ok=True)
+            raise BadInput(f"{path}: the server could not write it: {why}")
+        if not path.parent.is_dir():
+            raise BadInput(f"{path.parent}: not seen here: the server's folder of states must be on a shared disk")
+        if time.monotonic() > until:
+            raise Lost(f"{path}: not there {patience:g} s after the answer")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -150,8 +136,8 @@ class StateServer:
         """
         self.places = [StatePlace(Address.of(url, where="engine.server")) for url in urls]
         self.url = ", ".join(place.address.url for place in self.places)
-        self.label, self.is_gone, self.patience = label, is_gone, PATIENCE
-        self.files = Files(label)
+        self.label, self.is_gone, self.patience, self.file_patience = label, is_gone, PATIENCE, FILE_SECONDS
+        self._folders = set[Path]()  # of the servers' files
         self._closed, self._choosing = Event(), Lock()
         self.served: StatesIdentity | None = None
         name = "" if adapter is None else adapter.name
@@ -192,7 +178,8 @@ class StateServer:
 
     def clear(self) -> None:
         """Remove what this asker left at the server when it was killed. No answer may be under way."""
-        self.files.clear()
+        for path in (path for folder in self._folders for path in folder.glob(f"*{self.label}-*")):
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let threads that wait for the server to come back give up."""
@@ -205,12 +192,13 @@ class StateServer:
         said = self._request(address, asked)
         try:
             told = said["kv_transfer_params"]["headstart"]
-            served = StatesIdentity.of(told["served"])
+            path, served = Path(told["file"]), StatesIdentity.of(told["served"])
             likely = said["choices"][0]["logprobs"]
             token, logprob = int(likely["tokens"][0].removeprefix("token_id:")), float(likely["token_logprobs"][0])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise BadInput(f"server {address.url}: {NOT_OURS}") from error
-        tensors = self.files.take(told)
+        self._folders.add(path.parent)
+        tensors = taken(path, patience=self.file_patience)
         if self.served is None:
             self.served = served
         self.served.check_same(served, url=address.url)

@@ -5,6 +5,7 @@ shards and batches depends only on the samples and the config: it is the same fo
 resumed run.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput
 from ...base.files import remove
 from ...targets.loading import config_hash
@@ -23,7 +26,7 @@ from ...targets.target import Target
 from ..rows.config import check_at_least_one, check_choice
 from ..rows.parallel import read_ahead
 from ..rows.samples import Sample
-from .features import Reads, first_difference
+from .features import Reads
 from .quantise import STORAGE, Packed, pack
 from .shard_file import PackedStates, StoredSample
 from .shards import MANIFEST, Manifest, Shards, ShardWriter, clear_progress, read_manifest
@@ -156,8 +159,8 @@ class Extraction:
         """How large it will be, and how much of it is still missing, in a line."""
         left = self.num_tokens(skip=ShardWriter(output, fields=self.fields).done)
         tokens, dtype = self.num_tokens(), self.config.storage_dtype
-        each = f"{in_bytes(self.num_bytes)} in {dtype} ({self.num_bytes / tokens:.1f} bytes per token)"
-        return f"{tokens:,} tokens, {each}, {in_bytes(disk_free(output))} free; {left:,} tokens still to be read"
+        each = f"{decimal(self.num_bytes)} in {dtype} ({self.num_bytes / tokens:.1f} bytes per token)"
+        return f"{tokens:,} tokens, {each}, {decimal(disk_free(output))} free; {left:,} tokens still to be read"
 
     def check_disk(self, output: Path) -> None:
         """Raises BadInput if the shards that are still missing do not fit on the disk."""
@@ -165,9 +168,8 @@ class Extraction:
         needed = sum(size for number, size in enumerate(self.shard_sizes) if number not in written)
         left = disk_free(output)
         if needed > left:
-            raise BadInput(
-                f"{output}: {in_bytes(needed)} are still to be written, {in_bytes(left)} of this disk are free"
-            )
+            problem = f"{decimal(needed)} are still to be written, {decimal(left)} of this disk are free"
+            raise BadInput(f"{output}: {problem}")
 
     def run(
         self,
@@ -259,8 +261,8 @@ def is_finished(output: Path, fields: dict[str, Any], *, engine: str | None = No
         return False
     written = read_manifest(output).fields
     wanted = {key: value for key, value in fields.items() if key != "target"} | {"engine": engine}
-    if problem := first_difference(written, wanted):
-        raise BadInput(f"{output}: holds samples with {problem}; choose another folder")
+    if difference := first_difference(written, json.loads(json.dumps(wanted)), is_part=True):
+        raise BadInput(f"{output}: holds samples with {difference}; choose another folder")
     return True
 
 
@@ -273,9 +275,3 @@ def clear_unfinished(output: Path) -> None:
 def disk_free(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
-
-
-def in_bytes(size: float) -> str:
-    """A size as text, such as `1.24 GB`."""
-    unit, factor = next(((u, f) for u, f in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if size >= f), ("kB", 1e3))
-    return f"{size / factor:.3g} {unit}"

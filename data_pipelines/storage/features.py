@@ -6,12 +6,12 @@ A chain start t is a position whose next two tokens are supervised. The loss rea
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput
 from ...base.files import sha256_of
 from ...heads.base import DraftHead
@@ -96,25 +96,6 @@ def source_record(source: Source) -> dict[str, Any]:
     return {"source": files or source.source, **options}
 
 
-def first_difference(written: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first of the entries of `now` that a manifest does not have, in words with both values; None: it has all."""
-    for key, value in json.loads(json.dumps(now)).items():
-        before = written.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            inner = next((name for name in value if before.get(name) != value[name]), None)
-            if inner is not None:
-                return f"{key}.{inner} {shown(before.get(inner))}, not {shown(value[inner])}"
-        elif before != value:
-            return f"{key} {shown(before)}, not {shown(value)}"
-    return None
-
-
-def shown(value: Any) -> str:
-    """An entry of a manifest in few characters."""
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def check_features(
     samples: Shards, head: DraftHead, target: Target, *, data: DataConfig | None = None, key: str = "data.features"
 ) -> None:
@@ -144,5 +125,6 @@ def check_features(
         now = origin_of(data, target.tokenizer)
         if key == "data.validation":  # has rows of its own
             now = {**now, "rows": None, "data": {k: v for k, v in now["data"].items() if k not in OF_ROWS}}
-        if problem := first_difference(manifest, {name: value for name, value in now.items() if value is not None}):
-            raise BadInput(f"{where}: extracted with {problem}")
+        now = json.loads(json.dumps({name: value for name, value in now.items() if value is not None}))
+        if difference := first_difference(manifest, now, is_part=True):
+            raise BadInput(f"{where}: extracted with {difference}")

@@ -2,10 +2,10 @@
 
 A shard is a safetensors file with these tensors, for R rows with N tokens in total:
 
-  offsets [R + 1], num_cut [R], input_ids [N], flags [N]     flags: bits of SEGMENT, SUPERVISED, FEATURES, POST_NORM
-  features [n, L, D], features_offsets [R + 1]               states of the n tokens with the bit FEATURES
-  post_norm [m, D], post_norm_offsets [R + 1]                states of the m tokens with the bit POST_NORM
-  features_scales [n, L], post_norm_scales [m]               only if stored with 8 bits, see quantise.py
+  offsets [R + 1], input_ids [N], flags [N]      flags: bits of SEGMENT, SUPERVISED, FEATURES, POST_NORM
+  features [n, L, D], features_offsets [R + 1]   states of the n tokens with the bit FEATURES
+  post_norm [m, D], post_norm_offsets [R + 1]    states of the m tokens with the bit POST_NORM
+  features_scales [n, L], post_norm_scales [m]   only if stored with 8 bits, see quantise.py
 
 offsets[r] and offsets[r + 1] are the first and the end index of row r.
 """
@@ -26,22 +26,14 @@ from torch import Tensor
 
 from ...base.errors import BadInput
 from ...base.files import replacing
+from ...targets.layers.target_output import TargetOutput
 from ..rows.samples import Sample
 from .quantise import SCALE, STORAGE, Packed, unpack
 
 SEGMENT, POST_NORM, FEATURES, SUPERVISED = 0b11, 0b10000, 0b100000, 0b10000000  # bits of a token's flags
 KINDS = {"I64": np.int64, "I32": np.int32, "F32": np.float32, "BF16": np.uint16, "U8": np.uint8}
 NAMES = dict(zip((torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8), KINDS, strict=True))
-PLAIN = {"offsets", "num_cut", "input_ids", "flags"}  # tensors that every shard has
-
-
-@dataclass
-class TargetStates:
-    """The target's states of one sample, as in `heads.target.TargetOutput` without the batch dimension; zero at
-    positions that were not stored."""
-
-    features: Tensor  # [T, L, D]
-    post_norm: Tensor  # [T, D]
+PLAIN = {"offsets", "input_ids", "flags"}  # tensors that every shard has
 
 
 @dataclass
@@ -54,8 +46,9 @@ class PackedStates:
     post_norm: Packed  # [m, D]
     dtype: torch.dtype  # of the unpacked states: the target's
 
-    def unpacked(self) -> TargetStates:
-        return TargetStates(
+    def unpacked(self) -> TargetOutput:
+        """Features [T, L, D] and post_norm [T, D] of the sample, zero at positions that were not stored."""
+        return TargetOutput(
             scattered(unpack(self.features, self.dtype), self.features_at),
             scattered(unpack(self.post_norm, self.dtype), self.post_norm_at),
         )
@@ -76,7 +69,7 @@ class StoredSample:
     packed: PackedStates | None = None
 
     @cached_property
-    def states(self) -> TargetStates | None:
+    def states(self) -> TargetOutput | None:
         """The states, unpacked on first use; None if none are stored."""
         return None if self.packed is None else self.packed.unpacked()
 
@@ -84,7 +77,7 @@ class StoredSample:
 def row_bytes(num_tokens: int, *, num_vectors: int = 0, vector_size: int = 0, item_bytes: int = 0) -> int:
     """Bytes of a row on disk. Args: num_vectors: stored vectors of vector_size values with item_bytes bytes each."""
     scale = SCALE.itemsize if item_bytes == 1 else 0
-    return 12 + 5 * num_tokens + num_vectors * (vector_size * item_bytes + scale)
+    return 8 + 5 * num_tokens + num_vectors * (vector_size * item_bytes + scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,7 +138,6 @@ def _columns(rows: Sequence[StoredSample]) -> dict[str, list[Tensor]]:
         row_flags |= np.where(row.post_norm_at, POST_NORM, 0).astype(np.uint8)
     columns = {
         "offsets": [_offsets(samples)],
-        "num_cut": [torch.tensor([sample.num_cut for sample in samples], dtype=torch.int32)],
         "input_ids": [torch.tensor(sample.input_ids, dtype=torch.int32) for sample in samples],
         "flags": [torch.from_numpy(row_flags) for row_flags in flags],
     }
@@ -208,7 +200,6 @@ class RowFile:
             input_ids=arrays["input_ids"][here],
             segments=flags & np.uint8(SEGMENT),
             loss_mask=(flags & np.uint8(SUPERVISED)) != 0,
-            num_cut=int(arrays["num_cut"][index]),
         )
         if not self.has_states:
             return StoredSample(sample)

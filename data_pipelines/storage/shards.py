@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...base.differing import first_difference
 from ...base.errors import BadInput, first_line
 from ...base.files import remove, remove_unfinished, sha256_of, write_json
 from .shard_file import RowFile, ShardEntry, StoredSample, row_bytes, write_shard
@@ -36,20 +37,18 @@ class Manifest:
     bytes_per_token: float
     fields: dict[str, Any]  # how the rows were made, as JSON; top-level keys in the file
     shards: list[ShardEntry]
-    row_counts: dict[str, int] | None = None  # how many were kept, and dropped by reason; None: not known
 
     @classmethod
-    def of(cls, shards: list[ShardEntry], fields: dict[str, Any], row_counts: Mapping[str, int] | None) -> "Manifest":
+    def of(cls, shards: list[ShardEntry], fields: dict[str, Any]) -> "Manifest":
         summed = ("num_rows", "num_tokens", "num_supervised_tokens", "bytes")
         totals = {name: sum(getattr(shard, name) for shard in shards) for name in summed}
         bytes_per_token = round(totals["bytes"] / max(1, totals["num_tokens"]), 3)
-        counts = dict(row_counts) if row_counts else None
-        return cls(**totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards, row_counts=counts)
+        return cls(**totals, bytes_per_token=bytes_per_token, fields=fields, shards=shards)
 
     def as_json(self) -> dict[str, Any]:
         totals = asdict(self)
-        fields, shards, counts = (totals.pop(key) for key in ("fields", "shards", "row_counts"))
-        return {"format": FORMAT, **totals, **({"row_counts": counts} if counts else {}), **fields, "shards": shards}
+        fields, shards = totals.pop("fields"), totals.pop("shards")
+        return {"format": FORMAT, **totals, **fields, "shards": shards}
 
 
 class ShardWriter:
@@ -97,12 +96,12 @@ class ShardWriter:
         write_json(self.folder / PROGRESS / f"{number:05d}.json", asdict(entry))
         self.done[number] = entry
 
-    def finish(self, *, row_counts: Mapping[str, int] | None = None) -> Manifest:
-        """Write the remaining rows and the manifest, with the shards of all writers. Args: row_counts: for it."""
+    def finish(self) -> Manifest:
+        """Write the remaining rows and the manifest, with the shards of all writers."""
         if self._rows:
             self._flush()
         self.done = dict(self._progress())
-        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields, row_counts)
+        manifest = Manifest.of([self.done[number] for number in range(len(self.done))], self.fields)
         write_json(self.folder / MANIFEST, manifest.as_json())
         clear_progress(self.folder)
         return manifest
@@ -117,10 +116,8 @@ class ShardWriter:
         before = _read_json(path) if path.exists() else None
         if before is None:
             write_json(path, self.fields)
-        elif before != self.fields:
-            key = next(k for k in [*self.fields, *before] if self.fields.get(k) != before.get(k))
-            problem = f"holds unfinished shards with another {key}: {before.get(key)}, not {self.fields.get(key)}"
-            raise BadInput(f"{self.folder}: {problem}; choose another folder")
+        elif difference := first_difference(before, self.fields):
+            raise BadInput(f"{self.folder}: holds unfinished shards with {difference}; choose another folder")
 
     def _progress(self) -> Iterator[tuple[int, ShardEntry]]:
         for path in sorted((self.folder / PROGRESS).glob("[0-9]*.json")):

@@ -13,7 +13,7 @@ import torch
 from ...data_pipelines.answers.as_ids import AsIds
 from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
 from ...data_pipelines.answers.dispatch import in_batches, joining
-from ...data_pipelines.answers.regenerate import Answerer, RegenerateConfig, check_prompts, source_samplings
+from ...data_pipelines.answers.regenerate import Answerer, RegenerateConfig, check_prompts
 from ...engines.heads import head_record, load_head
 from ...eval.decoding import generate
 from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
@@ -39,8 +39,7 @@ def by_engine(config: RegenerateConfig) -> tuple[Answerer, dict[str, Any]]:
     clip_length(config, target)
     head = None if engine.head is None else load_head(engine.head, target)
     answer = EngineAnswers(target, head, batch_size=engine.batch_size)
-    samplings = source_samplings(config)
-    if all(sampling.temperature == 0 for sampling in samplings.values()):
+    if config.sampling.temperature == 0:
         return partial(joining, answers=answer.joining, batch_size=engine.batch_size), identity_of(target)
     return partial(in_batches, answer=answer, batch_size=engine.batch_size), identity_of(target)
 
@@ -78,7 +77,7 @@ class EngineAnswers(AsIds):
 
     def __call__(self, requests: list[ChatRequest]) -> list[Answer | Failure]:
         """Answers in the requests' order; a prompt that the template or the context does not take is a Failure."""
-        sampling = requests[0].sampling  # equal within a batch
+        sampling = requests[0].sampling  # equal within a run
         prompts = [self.prompt(request) for request in requests]
         fitting = [prompt for prompt in prompts if not isinstance(prompt, Failure)]
         seeds = ",".join(str(request.seed) for request in requests)
@@ -103,7 +102,7 @@ class EngineAnswers(AsIds):
         ]
 
     def joining(self, waiting: deque[tuple[str, ChatRequest]]) -> Iterator[tuple[str, Answer | Failure]]:
-        """Yields greedy answers as they finish; requests have equal sampling, and more may be appended meanwhile."""
+        """Yields greedy answers as they finish; more requests may be appended meanwhile."""
         asked: deque[WaitingPrompt] = deque()
         taken: dict[str, tuple[list[int], ChatRequest]] = {}
         limit = waiting[0][1].sampling.max_tokens

@@ -1,7 +1,7 @@
 """`headstart data inspect`: shows rows token by token as training sees them, and how many tokens each segment has."""
 
 from collections import Counter
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,15 +128,17 @@ def marked_text(sample: "Sample", tokenizer: Any, *, is_coloured: bool) -> "Text
 
 def print_statistics(samples: "list[Sample]", counts: dict[str, int], console: "Console") -> None:
     """A table of tokens by segment, and what became of the rows."""
+    import numpy as np
     from rich.table import Table
 
-    from ...data_pipelines.masks.traces import segment_statistics
+    from ...data_pipelines.masks.traces import segment_lengths
 
     table = Table(title="tokens a sample, by segment")
-    for column in ("segment", "samples", "tokens", "mean", "p50", "p90", "max"):
+    for column in ("segment", "samples", "tokens", "p50", "p90", "max"):
         table.add_column(column, justify="left" if column == "segment" else "right")
-    for name, statistics in segment_statistics(samples).items():
-        table.add_row(name, *(f"{figure:,.0f}" for figure in astuple(statistics)))
+    for name, counted in segment_lengths(samples).items():
+        figures = (len(counted), sum(counted), *np.percentile(counted, (50, 90)), max(counted))
+        table.add_row(name, *(f"{figure:,.0f}" for figure in figures))
     console.print(table)
     console.print(
         f"of {counts['kept'] + counts['dropped']} rows: {', '.join(f'{n} {c}' for n, c in counts.items() if c)}"

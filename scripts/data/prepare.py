@@ -60,4 +60,4 @@ def show(card: "Card", console: "Console") -> None:
         table.add_row(name, f"{rows.read:,}", f"{rows.kept:,}", dropped, end_section=True)
     console.print(table)
     for split, counts in card.splits.items():
-        console.print(f"{split}: {counts.rows:,} rows, {counts.bytes:,} bytes", highlight=False)
+        console.print(f"{split}: {counts['rows']:,} rows", highlight=False)

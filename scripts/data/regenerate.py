@@ -57,7 +57,7 @@ def regenerate(
             summary = run(settings, answers, target_identity=identity, show=bar.show)
     counts = summary.counts
     print(
-        f"{counts.written} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
+        f"{counts.answered} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
         f"{counts.truncated} truncated, {counts.failed} failed, {summary.duplicates} duplicates left out"
     )
     if counts.failed:

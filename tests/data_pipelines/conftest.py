@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of, is_finished
+from headstart.data_pipelines.storage.extract import ExtractConfig, Extraction, fields_of
 from headstart.data_pipelines.storage.features import Reads
-from headstart.data_pipelines.storage.shards import Manifest, read_manifest
+from headstart.data_pipelines.storage.shards import Manifest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -79,11 +79,8 @@ def extract() -> Callable[..., Manifest]:
     def run(samples, target, head, output, *, config=None, origin=None) -> Manifest:
         config, reads = config or ExtractConfig(), Reads.of(head)
         fields = fields_of(target, reads, config, origin or {})
-        if not is_finished(output, fields):
-            extraction = Extraction(samples, target, reads, config=config, fields=fields)
-            extraction.check_disk(output)
-            extraction.run(output)
-            extraction.finish(output)
-        return read_manifest(output)
+        extraction = Extraction(samples, target, reads, config=config, fields=fields)
+        extraction.run(output)
+        return extraction.finish(output)
 
     return run

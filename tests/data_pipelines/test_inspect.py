@@ -63,6 +63,8 @@ def test_pieces_cuts_and_drops_are_said(run: Callable[..., str]) -> None:
     pieces = run("--row", "1", "data.too_long=split", "--no-color")
     assert "/chats.jsonl:2, piece 1 of 2: " in pieces and "/chats.jsonl:2, piece 2 of 2: " in pieces
     assert "/chats.jsonl:3: dropped" in run("--row", "2", "--no-color")
+    with pytest.raises(BadInput, match="^--row 3: data.train has fewer rows$"):
+        run("--row", "3")
 
 
 def test_statistics_close_the_output(run: Callable[..., str]) -> None:
@@ -89,8 +91,3 @@ def test_ids_and_text_are_both_shown(run: Callable[..., str], chat_tokenizer: Ca
     assert "ids are from: ids (2 samples), text (1 samples)" in shown
     assert "of 2 rows with ids, 1 (50%) have other tokens if tokenised again" in shown
     assert "is not known, as no row has ids" in run("--no-color")
-
-
-def test_a_row_that_is_not_there_is_refused(run: Callable[..., str]) -> None:
-    with pytest.raises(BadInput, match="^--row 3: data.train has fewer rows$"):
-        run("--row", "3")

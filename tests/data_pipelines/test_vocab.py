@@ -20,25 +20,26 @@ SAMPLES = [sample(7, 7, 7, 5, 5, prompt=(1, 1, 1, 1, 1, 1)), sample(5, 9, 3, 7, 
 COUNTS = vocab.count_supervised(SAMPLES, vocab_size=12)
 
 
-def test_only_supervised_tokens_are_counted() -> None:
+def test_only_supervised_tokens_are_counted_and_those_of_another_vocabulary_refused() -> None:
     assert COUNTS.tolist() == [0, 0, 0, 1, 0, 3, 0, 4, 0, 1, 0, 0]
+    with pytest.raises(BadInput, match="token id 9 is outside the target's vocabulary of 8"):
+        vocab.count_supervised(SAMPLES, vocab_size=8)
 
 
-def test_the_most_frequent_supervised_tokens_are_kept_ascending() -> None:
-    ids = most_frequent(COUNTS, size=2)
-    assert ids.dtype == torch.int64 and ids.tolist() == [5, 7]
-
-
-def test_ties_and_free_places_go_to_the_lowest_ids() -> None:
-    assert most_frequent(COUNTS, size=3).tolist() == [3, 5, 7]
-    assert most_frequent(COUNTS, size=6).tolist() == [0, 1, 3, 5, 7, 9]
-    assert most_frequent(0 * COUNTS, size=3).tolist() == [0, 1, 2]
-    assert most_frequent(COUNTS, size=12).tolist() == list(range(12))
-
-
-def test_always_ids_are_kept_whatever_their_count() -> None:
-    assert most_frequent(COUNTS, size=3, always=[11, 11, 7]).tolist() == [5, 7, 11]
-    assert most_frequent(COUNTS, size=2, always=[10, 11]).tolist() == [10, 11]
+@pytest.mark.parametrize(
+    ("size", "always", "kept"),
+    [
+        (2, [], [5, 7]),
+        (3, [], [3, 5, 7]),  # of equal counts the lowest ids
+        (6, [], [0, 1, 3, 5, 7, 9]),
+        (12, [], list(range(12))),
+        (3, [11, 11, 7], [5, 7, 11]),
+        (2, [10, 11], [10, 11]),
+    ],
+)
+def test_the_most_frequent_supervised_tokens_are_kept_ascending(size, always, kept) -> None:
+    ids = most_frequent(COUNTS, size=size, always=always)
+    assert ids.dtype == torch.int64 and ids.tolist() == kept
 
 
 def test_special_tokens_and_those_that_the_template_writes_are_always_kept() -> None:
@@ -55,7 +56,8 @@ def test_special_tokens_and_those_that_the_template_writes_are_always_kept() -> 
 def test_coverage_is_the_share_of_supervised_tokens() -> None:
     assert coverage(COUNTS, torch.tensor([5, 7])) == pytest.approx(7 / 9)
     assert coverage(COUNTS, torch.tensor([1, 2])) == 0.0
-    assert coverage(COUNTS, most_frequent(COUNTS, size=12)) == 1.0
+    with pytest.raises(BadInput, match="no token is supervised"):
+        coverage(0 * COUNTS, torch.tensor([1]))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +73,6 @@ def test_coverage_is_the_share_of_supervised_tokens() -> None:
 def test_impossible_sizes_and_ids_are_refused(size: int, always: list[int], problem: str) -> None:
     with pytest.raises(BadInput, match=f"^{problem}$"):
         most_frequent(COUNTS, size=size, always=always)
-
-
-def test_a_sample_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(BadInput, match="token id 9 is outside the target's vocabulary of 8"):
-        vocab.count_supervised(SAMPLES, vocab_size=8)
-
-
-def test_coverage_of_nothing_is_refused() -> None:
-    with pytest.raises(BadInput, match="no token is supervised"):
-        coverage(np.zeros(12, dtype=np.int64), torch.tensor([1]))
 
 
 def test_the_vocabulary_is_the_smallest_that_covers_the_answers():

@@ -156,24 +156,19 @@ def test_a_config_may_say_home(tmp_path, monkeypatch, world):
 def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path, capfd):
     path = tmp_path / "rows.jsonl"
     path.write_text((world / "rows.jsonl").read_text() + '{"messages": "hi"}\n')
-    folder = run("medusa", "a", f"data.train={path}", "train.max_steps=3")
+    run("medusa", "a", f"data.train={path}", "train.max_steps=3")
     told = "kept 6, malformed 1, dropped 1; the first refused: "
     said = " ".join(capfd.readouterr().err.split())
     assert f"data.train: {told}{path}:7: a chat should be a list of turns" in said, said
-    assert json.loads((folder / "tokens" / "manifest.json").read_text())["row_counts"] == {
-        "kept": 6,
-        "malformed": 1,
-        "dropped": 1,
-    }
 
 
-def test_a_piece_without_a_token_to_draft_takes_no_row_away(run, tmp_path):
+def test_a_piece_without_a_token_to_draft_takes_no_row_away(run, tmp_path, capfd):
     """Of 13 tokens in pieces of 6, the last piece has one supervised token."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": list(range(10, 23)), "prompt_length": 2}) + "\n")
     folder = run("medusa", "a", f"data.train={path}", "data.max_length=6", "data.too_long=split", "train.max_steps=1")
     manifest = json.loads((folder / "tokens" / "manifest.json").read_text())
-    assert (manifest["num_rows"], manifest["row_counts"]) == (3, {"kept": 1, "split": 1})
+    assert manifest["num_rows"] == 3 and "data.train: kept 1, split 1" in capfd.readouterr().err
 
 
 def test_rows_that_are_not_read_whole_are_counted(run, world, tmp_path, capfd):

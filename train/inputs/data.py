@@ -157,7 +157,7 @@ def encode_into(folder: Path, config: DataConfig, target: Target, console: Conso
     if not counts["kept"]:
         limit = f"in data.max_length {config.max_length}"
         raise BadInput(f"data.train: no row has a token to draft (two supervised tokens in a row) {limit}: {summary}")
-    writer.finish(row_counts={name: count for name, count in counts.items() if count})
+    writer.finish()
     say_what_changed("data.train", counts, problems, console)
     rows = iter_rows(config.train, num_rows=config.num_rows)
     if line := line_on_sources(sources, rows, target.tokenizer, config, vocab_size=target.vocab_size):

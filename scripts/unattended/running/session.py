@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from ....base.differing import first_difference
 from ....base.doing import doing
 from ....base.errors import BadInput, first_line
 from ....base.owned import OwnedFolder
 from ....base.terminal import PlainConsole
-from ....data_pipelines.answers.store import check_same_settings
 from ....engines.servers.setting import EngineSetting
 from ....targets.dtype import default_dtype
 from ....train.watching.stopping import Stopping
@@ -96,7 +96,8 @@ class Session(Generic[S, J]):
             raise BadInput(f"{cls.command}: run it in one process; --launcher says how to train on several devices")
         told = asdict(settings)
         with OwnedFolder(output, command=cls.command, settings=told) as owned:
-            check_same_settings(owned.settings, told, folder=owned.path)
+            if difference := first_difference(owned.settings, told):
+                raise BadInput(f"{owned.path}: started with {difference}; give a new folder")
             with Stopping() as stopping:
                 yield cls(settings, owned, stopping, is_verbose=is_verbose)
 

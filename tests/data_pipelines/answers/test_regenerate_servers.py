@@ -117,7 +117,7 @@ def test_a_server_that_stalls_is_not_waited_for(configured):
 
 
 def test_no_more_requests_at_a_time_than_asked_for(configured):
-    with serving(delay=0.2) as first, serving(delay=0.2) as second:
+    with serving(delay=0.1) as first, serving(delay=0.1) as second:
         run(configured(first, second, num_rows=40, client={"concurrency": 5}))
     assert first.most_at_once == second.most_at_once == 5, "both are kept busy, and no busier"
     assert 10 <= len(first.bodies) <= 30, "the work is shared"
@@ -214,33 +214,20 @@ def test_what_is_no_url_is_refused_without_repeating_a_secret(url, problem, conf
     assert KEY not in str(caught.value)
 
 
-def test_a_request_says_how_to_sample(configured):
-    sampling = {"temperature": 0.3, "top_p": 0.9, "top_k": 20, "max_tokens": 77, "thinking": False}
-    extra = {"min_p": 0.1, "chat_template_kwargs": {"thinking": False}}
+def test_a_request_says_how_to_sample_and_rows_what_the_template_was_told(configured, tmp_path):
+    sampling = {"temperature": 0.3, "top_p": 0.9, "top_k": 20, "max_tokens": 77, "thinking": True}
+    extra = {"min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}
     with serving() as server:
         run(configured(server, num_rows=2, sampling=sampling, client={"extra_body": extra}))
     [one, other] = server.bodies
-    kwargs = {"enable_thinking": False, "thinking": False}
+    kwargs = extra["chat_template_kwargs"]  # which win over the sampling's
     expected = NEUTRAL | {k: sampling[k] for k in ("temperature", "top_p", "top_k", "max_tokens")}
     expected |= {"return_token_ids": True, "skip_special_tokens": False}
     expected |= {"model": "tiny", "min_p": 0.1, "chat_template_kwargs": kwargs}
     assert {key: one[key] for key in one if key not in ("messages", "seed")} == expected
     assert one["seed"] != other["seed"]
-
-
-def test_variables_of_the_template_among_further_keys_are_recorded(configured, tmp_path):
-    extra = {"chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}
-    with serving() as server:
-        run(configured(server, num_rows=1, sampling={"thinking": True}, client={"extra_body": extra}))
-    [row] = read_jsonl(tmp_path / "out/answers.jsonl")
-    assert row["chat_template_kwargs"].pop("strftime_now")
-    assert row["chat_template_kwargs"] == server.bodies[0]["chat_template_kwargs"] == extra["chat_template_kwargs"]
-
-
-def test_top_k_that_is_off_is_said(configured):
-    with serving() as server:
-        run(configured(server, num_rows=1))
-    assert server.bodies[0]["top_k"] == -1 and "chat_template_kwargs" not in server.bodies[0]
+    [row, _] = read_jsonl(tmp_path / "out/answers.jsonl")
+    assert row["chat_template_kwargs"].pop("strftime_now") and row["chat_template_kwargs"] == kwargs
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])

@@ -18,7 +18,7 @@ DEFAULTS |= {"dry_multiplier": 0.8, "top_n_sigma": 1.0, "dynatemp_range": 0.5, "
 
 @pytest.fixture
 def answered(tmp_path) -> Any:
-    """answered(refusal, key=value ...): the server, the settings that it applied to each row, rows, manifest.
+    """answered(refusal, key=value ...): the server, what it applied to each row, rows, settings of the manifest.
 
     Args: refusal: (body) -> a status and an error, or None.
     """
@@ -39,8 +39,8 @@ def answered(tmp_path) -> Any:
             )
             openai_server.regenerated(config)
         rows = read_jsonl(tmp_path / "out/answers.jsonl")
-        manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-        return server, [json.loads(row["messages"][-1]["content"]) for row in rows], rows, manifest
+        settings = json.loads((tmp_path / "out/manifest.json").read_text())["settings"]
+        return server, [json.loads(row["messages"][-1]["content"]) for row in rows], rows, settings
 
     return run
 
@@ -56,10 +56,10 @@ def naming(*keys: str) -> Any:
 
 
 def test_a_servers_own_defaults_are_not_applied(answered):
-    _, applied, rows, manifest = answered()
+    _, applied, rows, settings = answered()
     assert all(one == {**{k: NEUTRAL[k] for k in DEFAULTS if k in NEUTRAL}, "temperature": 1.0} for one in applied)
     assert not any("left_to_server" in row for row in rows)
-    assert manifest["settings"]["neutral_unless_chosen"] == NEUTRAL and manifest["counts"]["left_to_server"] == {}
+    assert settings["neutral_unless_chosen"] == NEUTRAL
 
 
 def test_what_is_asked_for_is_applied(answered):
@@ -70,10 +70,9 @@ def test_what_is_asked_for_is_applied(answered):
 
 
 def test_a_key_that_a_server_refuses_is_dropped_with_a_word_and_the_rows_say_so(answered, capsys):
-    server, applied, rows, manifest = answered(naming("min_p", "xtc_probability"), num_rows=12)
+    server, applied, rows, _ = answered(naming("min_p", "xtc_probability"), num_rows=12)
     assert all(one["min_p"] == 0.05 and one["repetition_penalty"] == 1.0 for one in applied)
     assert all(row["left_to_server"] == ["min_p", "xtc_probability"] for row in rows) and len(rows) == 12
-    assert manifest["counts"]["left_to_server"] == {"min_p": 12, "xtc_probability": 12}
     address = server.url.removesuffix("/v1")
     said = f"headstart: {address}: refuses min_p, xtc_probability: are left to its own defaults; the rows say so\n"
     assert capsys.readouterr().err == said

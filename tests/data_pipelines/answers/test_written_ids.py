@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from headstart.base.errors import BadInput
-from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.client import answer_of
 from headstart.data_pipelines.answers.conversations import Answer, ChatRequest, Failure, SamplingConfig, exchanges
-from headstart.data_pipelines.answers.store import AnswerStore, RunIndex
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.retokenised import line_on_sources, share_retokenised
 from headstart.data_pipelines.prepare import PrepareConfig, prepare
@@ -77,6 +75,12 @@ def answered(target, questions=("hi", "ok.\n\nhi"), *, engine=None, turns=1, num
     return rows, wrote
 
 
+@pytest.fixture(scope="module")
+def sampled(target):
+    """8 such rows, of one turn each."""
+    return answered(target)
+
+
 def told(talk, answer):
     """The row of a conversation whose last answer this is."""
     with pytest.raises(StopIteration) as ended:
@@ -99,8 +103,8 @@ def learnt(samples):
     return found
 
 
-def test_training_learns_the_ids_that_the_target_wrote(target):
-    rows, wrote = answered(target)
+def test_training_learns_the_ids_that_the_target_wrote(target, sampled):
+    rows, wrote = sampled
     assert [learnt(encoded(row, target)) for row in rows] == wrote
     texts = [encoded({**row, "written_ids": None}, target) for row in rows]
     again = [sample.input_ids.tolist() for samples in texts for sample in samples]
@@ -109,7 +113,7 @@ def test_training_learns_the_ids_that_the_target_wrote(target):
 
 def test_each_answer_is_learnt_behind_the_prompt_that_it_answers(target):
     """Also where the template renders earlier answers as other ids than the target wrote."""
-    rows, wrote = answered(target, turns=3)
+    rows, wrote = answered(target, turns=3, number=4)
     assert [learnt(encoded(row, target)) for row in rows] == wrote
     assert max(len(encoded(row, target)) for row in rows) == 3
     last = replace(CONFIG, turns="last")
@@ -128,8 +132,8 @@ def test_turns_that_follow_each_other_are_one_sequence(make, monkeypatch):
     assert learnt([sample]) == turns and sample.source == FROM_ROW
 
 
-def test_a_row_keeps_its_ids_through_every_command(target, tmp_path):
-    rows, wrote = answered(target)
+def test_a_row_keeps_its_ids_through_every_command(target, sampled, tmp_path):
+    rows, wrote = sampled
     folder, path = tmp_path / "out", tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     filters = FilterConfig(max_bad_characters=None, min_characters=None, drop_empty=False)
@@ -145,8 +149,8 @@ def test_a_row_keeps_its_ids_through_every_command(target, tmp_path):
     assert [answer_ids_of(row, target.tokenizer) for row in rows] == [[new for _, new in turns] for turns in wrote]
 
 
-def test_ids_of_another_tokenizer_template_or_text_are_not_used_and_that_is_said(target, make):
-    [row, *_], _ = answered(target, number=1)
+def test_ids_of_another_tokenizer_template_or_text_are_not_used_and_that_is_said(target, sampled, make):
+    [row, *_], _ = sampled
     changed = json.loads(json.dumps(row))
     changed["messages"][-1]["content"] = "ok."
     other_template = make("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
@@ -160,8 +164,8 @@ def test_ids_of_another_tokenizer_template_or_text_are_not_used_and_that_is_said
     assert line.startswith("of 5 samples 2 have `written_ids` of another tokenizer, template or text")
 
 
-def test_the_share_of_rows_that_differ_is_measured_or_said_to_be_unknown(target):
-    rows, _ = answered(target)
+def test_the_share_of_rows_that_differ_is_measured_or_said_to_be_unknown(target, sampled):
+    rows, _ = sampled
     told = share_retokenised([Row(row, "a") for row in rows], target.tokenizer, CONFIG, vocab_size=target.vocab_size)
     found = re.match(r"of 8 rows with ids, (\d) \(", told)
     assert found and 4 < int(found[1]) <= 8
@@ -285,13 +289,3 @@ def test_a_tokenizer_with_more_ids_than_the_table_is_one_line(target):
     request = next(exchange.talk())
     engine.target = type("Small", (), {"vocab_size": size, "num_positions": 99})
     assert "outside the target's table" in str(engine.prompt(request))
-
-
-def test_the_store_of_answers_keeps_ids(target, tmp_path):
-    [row], [turns] = answered(target, number=1)
-    with AnswerStore(tmp_path / "a", {}) as store:
-        store.add(row["id"], row)
-        index = RunIndex({row["id"]: "p:0"}, 1)
-        store.finish(index, {}, drop_truncated=False, servers=[])
-    [kept] = read_jsonl(tmp_path / "a" / "answers.jsonl")
-    assert learnt(encoded(kept, target)) == turns

@@ -232,7 +232,7 @@ def test_twice_the_turns_cost_twice_the_rendering(tools, template_name, chat_tok
     if tools and template_name not in ("llama-3.1", "qwen2.5", "qwen3"):
         pytest.skip("knows no tool calls, or, mistral, has no generation prompt: then a call is found turn by turn")
     tokenizer = chat_tokenizer(template_name)
-    short, long = (rendered_characters(dialogue(turns, tools=tools), tokenizer, monkeypatch) for turns in (200, 400))
+    short, long = (rendered_characters(dialogue(turns, tools=tools), tokenizer, monkeypatch) for turns in (50, 100))
     assert long < 2.4 * short
 
 

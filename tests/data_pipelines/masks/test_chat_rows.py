@@ -29,7 +29,6 @@ GENERATION = """
   {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-NO_SYSTEM = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}" + CHATML
 
 
 def make_tokenizer(template: str | None, *, bos: str | None = None, eos: str | None = None) -> PreTrainedTokenizerFast:
@@ -84,50 +83,38 @@ def test_sharegpt_turns_are_supervised_like_openai_messages() -> None:
     speakers = ("system", "human", "gpt", "tool", "gpt")
     texts = ("Be kind.", "hi", "ok.", "2", "sure")
     theirs = [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=True)]
+    parts = [{"type": "text", "text": part} for part in ("su", "re")]
     roles = ("system", "user", "assistant", "tool", "assistant")
     ours = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     sample = encode({"conversations": theirs}, tokenizer)
     assert sample == encode({"messages": ours}, tokenizer) == encode({"conversations": ours}, tokenizer)
+    in_parts = [*ours[:-1], {"role": "assistant", "content": parts}]
+    assert sample == encode({"messages": in_parts}, tokenizer)
     assert supervised(sample, tokenizer) == ["ok.<|im_end|>", "sure<|im_end|>"]
 
 
-def test_text_parts_are_joined() -> None:
-    tokenizer = make_tokenizer(CHATML)
-    parts = [{"type": "text", "text": "o"}, {"type": "text", "text": "k."}]
-    messages = [*turns("hi"), {"role": "assistant", "content": parts}]
-    assert encode({"messages": messages}, tokenizer) == encode({"messages": turns("hi", "ok.")}, tokenizer)
+PLAIN = [  # without and with tokens that begin and end a text
+    ({"prompt": "Say: ", "response": "ok."}, True, "<s>Say: «ok.</s>»"),
+    ({"prompt": "Say: ", "completion": "ok."}, True, "<s>Say: «ok.</s>»"),
+    ({"prompt": "Say: ", "response": "o", "truncated": True}, True, "<s>Say: «o»"),
+    ({"prompt": "Say: ", "response": "o", "finish_reason": "length"}, True, "<s>Say: «o»"),
+    ({"prompt": "hi", "response": "ok."}, False, "hi«ok.»"),
+    ({"instruction": "Add.", "input": "1 2", "output": "3"}, True, "<s>Add.\n\n1 2\n\n«3</s>»"),
+    ({"instruction": "Add.", "input": "", "response": "3"}, True, "<s>Add.\n\n«3</s>»"),
+    ({"instruction": "Add.", "input": None, "output": "3"}, True, "<s>Add.\n\n«3</s>»"),
+    ({"text": "hi ok"}, True, "<s>«hi ok»"),
+    ({"text": "hi ok"}, False, "«hi ok»"),
+]
 
 
-@pytest.mark.parametrize("key", ["response", "completion"])
-def test_prompt_and_response_are_split_between_ids(key: str) -> None:
-    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
-    sample = encode({"prompt": "Say: ", key: "ok."}, tokenizer)
-    prompt = tokenizer("Say: ")["input_ids"]
-    assert sample.input_ids[: len(prompt)].tolist() == prompt and prompt[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(sample.input_ids) == "<s>Say: ok.</s>"
-    assert supervised(sample, tokenizer) == ["ok.</s>"]
-    assert sample.loss_mask.argmax() == len(prompt)
-
-
-def test_a_response_without_an_eos_token_ends_where_it_ends() -> None:
-    tokenizer = make_tokenizer(None)
-    assert supervised(encode({"prompt": "hi", "response": "ok."}, tokenizer), tokenizer) == ["ok."]
-
-
-def test_alpaca_rows_are_set_apart_by_blank_lines() -> None:
-    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
-    for extra, whole in (("1 2", "<s>Add.\n\n1 2\n\n3</s>"), ("", "<s>Add.\n\n3</s>"), (None, "<s>Add.\n\n3</s>")):
-        for key in ("output", "response"):
-            sample = encode({"instruction": "Add.", "input": extra, key: "3"}, tokenizer)
-            assert tokenizer.decode(sample.input_ids) == whole
-            assert supervised(sample, tokenizer) == ["3</s>"]
-
-
-def test_text_is_supervised_but_for_a_leading_bos() -> None:
-    with_bos, without = make_tokenizer(None, bos="<s>"), make_tokenizer(None)
-    assert supervised(encode({"text": "hi ok"}, with_bos), with_bos) == ["hi ok"]
-    assert encode({"text": "hi ok"}, with_bos).loss_mask[0] == 0
-    assert encode({"text": "hi ok"}, without).loss_mask.all()
+@pytest.mark.parametrize(("row", "is_framed", "wanted"), PLAIN)
+def test_of_plain_rows_the_answer_is_supervised_behind_the_ids_of_its_prompt(row, is_framed, wanted) -> None:
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>") if is_framed else make_tokenizer(None)
+    sample = encode(row, tokenizer)
+    [learnt] = supervised(sample, tokenizer)
+    assert f"{tokenizer.decode(sample.input_ids[: sample.loss_mask.argmax()])}«{learnt}»" == wanted
+    if "prompt" in row:
+        assert sample.input_ids[: sample.loss_mask.argmax()].tolist() == tokenizer(row["prompt"])["input_ids"]
 
 
 def test_ready_tokens_are_supervised_after_the_prompt() -> None:
@@ -280,23 +267,6 @@ def test_what_no_text_can_hold_is_named(row: dict[str, Any], fault: str) -> None
     assert problem(row, make_tokenizer(template)).startswith(fault)
 
 
-def test_a_row_without_supervised_tokens_shows_at_most_80_characters() -> None:
-    shown = problem({"messages": turns("long " * 100)}, make_tokenizer(CHATML))
-    start, _, why = shown.removeprefix("no token is supervised in '").partition("': ")
-    assert len(start) == 80 and why.endswith("`headstart data regenerate` has the target write answers")
-
-
-def test_a_tokenizer_without_chat_template_is_refused_for_chats() -> None:
-    expected = "tokenizer of tiny/target has no chat template; give plain `text` or `prompt`/`response` rows"
-    assert problem({"messages": turns("hi", "ok")}, make_tokenizer(None)) == expected
-
-
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
-    tokenizer = make_tokenizer(NO_SYSTEM)
-    refused = problem({"messages": turns("hi", "ok", system="Be kind.")}, tokenizer)
-    assert refused == "the chat template refuses this row: System role not supported"
-
-
 @pytest.mark.slow
 def test_several_processes_encode_the_same_samples_in_order() -> None:
     tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
@@ -315,9 +285,6 @@ def test_an_answer_that_was_cut_off_does_not_teach_to_end_there() -> None:
     rows = [{"messages": turns("hi", "ok", "again?", "I thi"), "truncated": truncated} for truncated in (True, False)]
     assert supervised(encode(rows[0], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi"]
     assert supervised(encode(rows[1], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi<|im_end|>"]
-    with_eos = make_tokenizer(None, bos="<s>", eos="</s>")
-    cut = encode({"prompt": "Say: ", "response": "o", "truncated": True}, with_eos)
-    assert supervised(cut, with_eos) == ["o"] and with_eos.decode(cut.input_ids) == "<s>Say: o"
 
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok."}]}
@@ -349,10 +316,10 @@ def test_one_bad_row_is_left_out_counted_by_reason_and_named(bad, reason, chat_t
 def test_if_most_rows_are_refused_the_first_is_named(chat_tokenizer):
     tokenizer = chat_tokenizer("gemma-2")
     assert encoded([GOOD, REFUSED], tokenizer)[0] == 1
-    with pytest.raises(BadInput, match=r"^a.jsonl:2: .*System role.* \(2 of 3 rows are refused\)$"):
+    with pytest.raises(BadInput, match=r"^a.jsonl:2: the chat template refuses this row: System role.* \(2 of 3"):
         encoded([GOOD, REFUSED, REFUSED], tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(BadInput, match="^a.jsonl:1: tokenizer of .* has no chat template"):
+    with pytest.raises(BadInput, match="^a.jsonl:1: tokenizer of .* has no chat template; give plain"):
         encoded([GOOD, GOOD], tokenizer)
 
 

@@ -154,7 +154,7 @@ over = {"row": rows(), "name": st.sampled_from(NAMES), "says": st.sampled_from(s
         "kind": st.sampled_from(KINDS)}  # fmt: skip
 
 
-@settings(max_examples=60, **how)
+@settings(max_examples=40, **how)
 @given(**over)
 def test_a_row_has_one_prompt_at_each_turn(row, name, says, kind, chat_tokenizer):
     check(row, target(chat_tokenizer, name, says, kind))
@@ -169,7 +169,7 @@ def test_two_thousand_rows_have_one_prompt_each(row, name, says, kind, chat_toke
 
 @pytest.mark.parametrize("frame", ["", "b", "e", "be"], ids=["plain", "begins", "ends", "both"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20, **how)
+@settings(max_examples=10, **how)
 @given(prompt=texts, answer=texts, is_cut=st.booleans())
 def test_a_plain_prompt_is_never_ended_and_a_cut_answer_neither(prompt, answer, is_cut, kind, frame, chat_tokenizer):
     """Tokenizers may put a token before each text, and append one (`add_eos_token`)."""

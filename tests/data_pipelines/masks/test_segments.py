@@ -13,7 +13,7 @@ from chats import chat
 from headstart.base.errors import BadInput
 from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.masks.segments import token_table
-from headstart.data_pipelines.masks.traces import SegmentStatistics, segment_statistics, split_sample
+from headstart.data_pipelines.masks.traces import segment_lengths, split_sample
 from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.rows.samples import ANSWER, FROM_ROW, NOT_ITS_IDS, PROMPT, SEGMENTS, THINK, Sample
 from headstart.data_pipelines.rows.sources import Row
@@ -167,10 +167,8 @@ def test_the_last_turn_alone_is_supervised_where_that_is_asked_for(chat_tokenize
 
 def test_a_token_of_half_a_character_has_a_text(chat_tokenizer: Tokenizers) -> None:
     tokenizer = chat_tokenizer("chatml")
-    table = token_table(tokenizer)
     first, second = tokenizer("é", add_special_tokens=False)["input_ids"]
-    assert table.text(first) == table.text(second) == "\ufffd"
-    assert table is token_table(tokenizer)
+    assert token_table(tokenizer).text(first) == token_table(tokenizer).text(second) == "\ufffd"
 
 
 def letters(text: str, *, prompt: int) -> Sample:
@@ -250,14 +248,10 @@ def test_stretches_without_supervised_tokens_make_no_piece() -> None:
     assert split(letters("PPP", prompt=3), 2) == []
 
 
-def test_statistics_are_by_segment_over_the_samples_that_have_it() -> None:
+def test_lengths_are_by_segment_of_the_samples_that_have_it() -> None:
     samples = [
         Sample.of(range(4), [False, True, True, True], segments=[PROMPT, THINK, THINK, ANSWER]),
         Sample.of(range(3), [False, False, True], segments=[PROMPT, PROMPT, ANSWER]),
     ]
-    stats = segment_statistics(samples)
-    assert list(stats) == ["prompt", "think", "answer", "supervised"]
-    assert stats["prompt"] == SegmentStatistics(2, 3, mean=1.5, p50=1.5, p90=1.9, max=2)
-    assert stats["think"] == SegmentStatistics(1, 2, mean=2.0, p50=2.0, p90=2.0, max=2)
-    assert stats["supervised"].num_tokens == 4
-    assert segment_statistics([]) == {}
+    assert segment_lengths(samples) == {"prompt": [1, 2], "think": [2], "answer": [1, 1], "supervised": [3, 1]}
+    assert segment_lengths([]) == {}

@@ -90,10 +90,8 @@ def test_a_malformed_row_is_named(data: dict[str, Any], problem: str) -> None:
 def test_digests_pass_over_case_and_white_space_and_ids_do_not() -> None:
     first, second = read(chat("Why  is it?\n", "So.")), read(chat("why is it?", "so."))
     assert turns_digest(first.turns) == turns_digest(second.turns) != turns_digest(read(chat("why is it? so.")).turns)
-    assert first.id() != second.id() == read(chat("why is it?", "so.")).id()
-    assert (
-        len({second.id(), second.id("own"), second.id("own", 1), read(chat("why is it?", "so.", tools=[1])).id()}) == 4
-    )
+    assert first.id("1") != second.id("1") == read(chat("why is it?", "so.")).id("1")
+    assert len({second.id("1"), second.id("2"), read(chat("why is it?", "so.", tools=[1])).id("1")}) == 3
 
 
 BAD = [

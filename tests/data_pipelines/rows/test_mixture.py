@@ -156,7 +156,7 @@ def test_a_prepared_data_set_is_joined_and_counted(chat_tokenizer, tmp_path):
     rows = {split: read_jsonl(Path(output, f"{split}.jsonl")) for split in ("train", "validation")}
     assert card.kept == 100
     for split, written in rows.items():
-        assert card.splits[split].rows == len(written) < sum(len(row["messages"]) for row in written) / 4
+        assert card.splits[split]["rows"] == len(written) < sum(len(row["messages"]) for row in written) / 4
         for row in written:
             assert len(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)) <= 2048
     told = [turn["content"] for written in rows.values() for row in written for turn in row["messages"]]

@@ -14,7 +14,6 @@ from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.rows.sources import Row, iter_rows
 
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
 
 
 @pytest.fixture(autouse=True)
@@ -86,16 +85,6 @@ def test_every_format_gives_the_same_rows(folder: Path) -> None:
         assert rows[-1].origin == ("a.jsonl.gz:3" if name == "a.jsonl.gz" else f"{name}[2]")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_chats_in_columns_come_as_lists_of_dicts(folder: Path, name: str) -> None:
-    rows = [{"messages": CHAT}]
-    if name == "a.parquet":
-        write_parquet(folder / name, rows)
-    else:
-        write_arrow(folder / name, rows, stream=True)
-    assert list(iter_rows(name)) == [Row({"messages": CHAT}, f"{name}[0]", name)]
-
-
 def test_a_column_format_adds_no_nulls_to_calls_and_schemas(folder: Path) -> None:
     """Its columns have the keys of all rows: to a row without one, it gives null."""
     calls = [{"city": "Paris"}, {"city": "Rome", "to": "Bari"}, {"copies": 2}]
@@ -130,18 +119,10 @@ def test_a_folder_gives_its_data_files_in_order_and_a_pattern_some_of_them(folde
     assert message("empty").startswith("empty: no data file in this folder; known formats are .jsonl")
 
 
-def test_several_sources_follow_each_other_up_to_num_rows(folder: Path) -> None:
+def test_several_sources_follow_each_other_up_to_num_rows_and_no_more_is_read(folder: Path) -> None:
     (folder / "a.json").write_text(json.dumps(ROWS))
     (folder / "b.jsonl").write_text('{"text": "four"}\n{"text": "five"}\nnot read\n')
     assert texts(["a.json", "b.jsonl"], num_rows=5) == ["one", "two", "three", "four", "five"]
-
-
-def test_only_what_is_asked_for_is_read(folder: Path) -> None:
-    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\nno JSON\n')
-    rows = iter_rows("a.jsonl")
-    assert [next(rows).data, next(rows).data] == ROWS[:2]
-    with pytest.raises(BadInput, match="^a.jsonl:3: not JSON"):
-        next(rows)
 
 
 def test_a_missing_file_is_named_before_anything_is_read(folder: Path) -> None:
@@ -172,7 +153,6 @@ def test_a_mapping_limits_names_and_renames(folder: Path) -> None:
         ("owner/OpenHermes-2.5", ("owner/OpenHermes-2.5", None, "train", False)),
         ("owner/chats@en", ("owner/chats", "en", "train", False)),
         ("owner/chats@en:test", ("owner/chats", "en", "test", False)),
-        ({"source": "owner/chats", "config": "en", "split": "test"}, ("owner/chats", "en", "test", False)),
         ({"source": "owner/chats", "streaming": True}, ("owner/chats", None, "train", True)),
     ],
 )
@@ -223,8 +203,7 @@ def test_missing_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"source": "a.jsonl", "weigth": 2}, "sources.0.weigth: unknown key; did you mean sources.0.weight?"),
         ({"source": "a.jsonl", "weight": 0}, "sources.0: weight 0.0: expected above 0"),
         ({"source": "a.jsonl", "num_rows": 0}, "sources.0: num_rows 0: expected at least 1"),
-        ({"source": "a.jsonl", "split": "train"}, "a.jsonl: split is for hub data sets; this is a local file"),
-        ({"source": "o/n:test", "split": "train"}, "o/n:test: split is given twice, 'test' and 'train'"),
+        ({"source": "a.jsonl", "streaming": True}, "a.jsonl: streaming is for hub data sets; this is a local file"),
         ({"name": "x"}, "sources.0.source: required key is missing"),
         ([], "no data source is given"),
         ("", "no data source is given"),

@@ -76,10 +76,25 @@ def test_an_answer_that_is_json_is_no_envelope(read):
     assert row.row["messages"][-1]["content"] == '{"miles": 2}'
 
 
-def test_a_cut_answer_says_so_and_a_trace_is_kept(read):
+ENDS = [  # of answers: what a server says of its end, and whether it is not the target's own
+    ({"finish_reason": "length"}, True),
+    ({"finish_reason": "abort"}, True),
+    ({"finish_reason": "stop", "stop_reason": "Observation:"}, True),
+    ({"finish_reason": "stop", "matched_stop": "Observation:"}, True),
+    ({"stop_type": "word"}, True),
+    ({"finish_reason": "stop", "stop_reason": 2}, False),
+    ({"finish_reason": "stop", "matched_stop": None}, False),
+    ({"stop_type": "eos"}, False),
+]
+
+
+@pytest.mark.parametrize(("end", "is_cut"), ENDS)
+def test_an_answer_that_the_target_did_not_end_says_so_and_a_trace_is_kept(end, is_cut, read):
     message = {"role": "assistant", "content": "Two", "reasoning_content": "far"}
-    [row] = read({"request": ASKED, "response": {"choices": [{"message": message, "finish_reason": "length"}]}}).rows
-    assert row.row["truncated"] and row.row["messages"][-1]["reasoning_content"] == "far"
+    [row] = read({"request": ASKED, "response": {"choices": [{"message": message, **end}]}}).rows
+    assert ("truncated" in row.row) == is_cut and row.row["messages"][-1]["reasoning_content"] == "far"
+    [streamed] = read({"request": ASKED, "response": [*CHUNKS, {"choices": [{"delta": {}, **end}]}]}).rows
+    assert ("truncated" in streamed.row) == is_cut
 
 
 def test_tool_calls_of_a_stream_are_those_of_a_whole_answer(read):

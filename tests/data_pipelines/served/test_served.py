@@ -15,7 +15,7 @@ from fake_server import FakeServer
 from headstart.base.errors import BadInput
 from headstart.base.owned import MARKER
 from headstart.data_pipelines.served.in_vllm.headstart_weights import weights_digest
-from headstart.data_pipelines.served.reading import NUM_PROBES, ServedTarget
+from headstart.data_pipelines.served.reading import NUM_PROBES, ServedTarget, check_server
 from headstart.data_pipelines.served.state_server import StateServer
 from headstart.data_pipelines.storage.shards import Shards, read_manifest
 from headstart.engines.servers.process import ServerProcess
@@ -67,9 +67,11 @@ def rows_of(folder) -> list[Any]:
 CASES = [(head, "qwen2") for head in HEADS] + [("eagle3", kind) for kind in KINDS if kind != "qwen2"]
 
 
-@pytest.mark.fast_only(kind=["qwen2"])
+@pytest.mark.fast_only(kind=["qwen2"], head=["eagle3", "other layers"])
 @pytest.mark.parametrize(("head", "kind"), CASES)
-def test_stored_is_what_the_target_itself_gives(kind, head, fake, run_of, tmp_path):
+def test_stored_is_what_the_target_itself_gives_and_no_token_is_asked_for_that_nothing_reads(
+    kind, head, fake, run_of, tmp_path
+):
     config, layers = HEADS[head]
     run, server = run_of(kind, config), fake(kind, layers)
     with server.listening() as url:
@@ -82,20 +84,12 @@ def test_stored_is_what_the_target_itself_gives(kind, head, fake, run_of, tmp_pa
         torch.testing.assert_close(a.states.post_norm, b.states.post_norm, atol=1e-4, rtol=0)
     assert theirs == ours | {"engine": "vllm", "engine_version": "0.0", "engine_quantization": None}
     assert not list((tmp_path / "states").iterdir()), "what was taken is removed"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")) == [
-        "manifest.json",
-        "shard_00000.safetensors",
-    ]
-
-
-def test_no_token_is_asked_for_that_nothing_reads(fake, run_of, tmp_path):
-    """Rows end with tokens that are only predicted; so one that fills the context leaves room for a token."""
-    server = fake()
-    with server.listening() as url:
-        served(run_of(), tmp_path / "out", url)
+    assert {path.name for path in (tmp_path / "out").glob("[!.]*")} == {"manifest.json", "shard_00000.safetensors"}
     rows = rows_of(tmp_path / "out")
     needed = [(row.packed.features_at | row.packed.post_norm_at).nonzero()[0] for row in rows]
-    assert sorted(server.rows[NUM_PROBES:]) == sorted(int(at[-1]) + 1 for at in needed if len(at))
+    wanted = sorted(int(at[-1]) + 1 for at in needed if len(at))
+    assert sorted(server.rows[-len(wanted) :]) == wanted and len(server.rows) <= NUM_PROBES + len(wanted)
+    # rows end with tokens that are only predicted; so one that fills the context leaves room for a token
     assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
 
 
@@ -129,26 +123,33 @@ WRONG = {
 }
 
 
+@pytest.fixture
+def refused(target_of, tmp_path):
+    """refused(server, message): by its name, as states of the target; what it gave is removed."""
+
+    def check(server, message):
+        with server.listening() as url, pytest.raises(BadInput, match=message) as caught:
+            check_server(StateServer(url, label="ab"), target_of("llama"), [1, 2, 3, 4], max_length=60, revision=None)
+        assert url in str(caught.value) and not list((tmp_path / "states").iterdir())
+
+    return check
+
+
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_server_is_refused_by_name_before_anything_is_written(what, fake, run_of, tmp_path):
+def test_a_wrong_server_is_refused_by_name(what, fake, refused):
     told, message = WRONG[what]
-    with fake(**told).listening() as url, pytest.raises(BadInput, match=message) as refused:
-        served(run_of(), tmp_path / "out", url, overrides=["data.max_length=60"])
-    assert url in str(refused.value)
-    assert not (tmp_path / "out").exists() and not list((tmp_path / "states").iterdir())
+    refused(fake(**told), message)
 
 
-def test_another_target_or_tokenizer_has_another_digest(fake, folder_of, run_of, tmp_path):
-    for name in ("weights", "words", "names"):
+def test_another_target_or_tokenizer_has_another_digest(folder_of, refused, tmp_path):
+    for name in ("weights", "words"):
         shutil.copytree(folder_of("llama"), tmp_path / name)
     model = Target.load(folder_of("llama")).model
     model.model.layers[2].mlp.up_proj.weight.data[:, 0] += 0.01
     model.save_pretrained(tmp_path / "weights")
     word_tokenizer(["v0", *(f"w{i}" for i in range(1, 61))]).save_pretrained(tmp_path / "words")
     for name, message in (("weights", "serves target .*/weights .*, not .*/llama"), ("words", "has another tokenizer")):
-        other = FakeServer(Target.load(tmp_path / name, dtype="float32"), [1, 2, 3, 4], tmp_path / "states")
-        with other.listening() as url, pytest.raises(BadInput, match=message):
-            served(run_of(), tmp_path / "out", url)
+        refused(FakeServer(Target.load(tmp_path / name, dtype="float32"), [1, 2, 3, 4], tmp_path / "states"), message)
 
 
 def test_the_digest_is_that_of_the_weights_in_whatever_files(folder_of, tmp_path):
@@ -162,47 +163,35 @@ def test_the_digest_is_that_of_the_weights_in_whatever_files(folder_of, tmp_path
         weights_digest(str(tmp_path / "parts"))
 
 
-def test_another_norm_than_ours_is_noticed(fake, run_of, tmp_path):
+def test_another_norm_than_ours_is_noticed(fake, refused):
     """A server whose logits are not those of its states with our final norm and output layer."""
     server = fake()
     right = server.states
     server.states = lambda ids: (right(ids)[0], right(ids)[1], right(ids)[2] - 0.5)
-    with server.listening() as url, pytest.raises(BadInput, match="it computes something else than we"):
-        served(run_of(), tmp_path / "out", url)
+    refused(server, "it computes something else than we")
 
 
-def test_a_server_that_gives_no_states_is_refused(fake, run_of, tmp_path):
+def test_a_server_that_gives_no_states_is_refused_before_anything_is_written(fake, run_of, tmp_path):
     server = fake()
     server.has_connector = False
     with server.listening() as url, pytest.raises(BadInput, match="does not run headstart's connector"):
         served(run_of(), tmp_path / "out", url)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(BadInput, match=f"^{url}: cannot be reached: .*refused"):
-        served(run_of(), tmp_path / "out", url)
+        StateServer(url, label="ab")
     with pytest.raises(BadInput, match="engine.server 'localhost:8000': expected a URL such as http"):
-        served(run_of(), tmp_path / "out", "localhost:8000")
+        StateServer("localhost:8000", label="ab")
     unseen = fake()
     with unseen.listening() as url:
         shutil.rmtree(tmp_path / "states")
         unseen.num_unwritten = 1
         with pytest.raises(BadInput, match="states: not seen here"):
             StateServer(url, label="ab").ask([5, 6])
-    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        (["engine.server=http://x"], "engine: server: goes with another engine; its name is headstart"),
-        (
-            ["engine.name=vllm", "engine.server=http://x", "engine.args=--x"],
-            "engine: python, args: are of a server that",
-        ),
-        (["engine.name=sglang"], "engine: name 'sglang': expected headstart or vllm"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(keys, problem, run_of, tmp_path):
-    with pytest.raises(BadInput, match=problem):
-        here(run_of(), tmp_path / "out", overrides=keys)
+def test_an_engine_that_gives_no_states_is_refused(run_of, tmp_path):
+    with pytest.raises(BadInput, match="engine: name 'sglang': expected headstart or vllm"):
+        here(run_of(), tmp_path / "out", overrides=["engine.name=sglang"])
 
 
 def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
@@ -210,10 +199,10 @@ def test_features_of_two_engines_are_not_mixed(fake, run_of, tmp_path):
     here(run, tmp_path / "here")
     with fake().listening() as url:
         served(run, tmp_path / "out", url)
-        with pytest.raises(BadInput, match="holds samples with engine None, not vllm"):
+        with pytest.raises(BadInput, match="holds samples with engine None, now vllm"):
             served(run, tmp_path / "here", url)
     served(run, tmp_path / "out", url)  # finished: no server is needed
-    with pytest.raises(BadInput, match="holds samples with engine vllm, not None"):
+    with pytest.raises(BadInput, match="holds samples with engine vllm, now None"):
         here(run, tmp_path / "out")
 
 
@@ -229,7 +218,7 @@ def test_answers_that_get_lost_are_asked_for_again(fake, run_of, tmp_path, monke
         served(run, tmp_path / "whole", url)
         server.num_away, server.num_unwritten = 3, 2
         asker = StateServer(url, label="ab")
-        asker.files.patience = 0.2
+        asker.file_patience = 0.2
         for _ in range(4):
             assert asker.ask([5, 6, 7]).states.shape == (3, 4, 32)
         assert (server.num_away, server.num_unwritten) == (0, 0)
@@ -261,21 +250,18 @@ def test_rows_of_a_lost_server_go_to_the_others(is_up, fake, run_of, tmp_path, m
     assert not list((tmp_path / "states").iterdir()), "nothing is left of either"
 
 
-def test_servers_of_different_targets_are_not_mixed(fake, run_of, tmp_path):
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_servers_of_different_targets_are_not_mixed(is_restarted, fake):
+    """Neither one that is another after its restart, nor one of several."""
     first, second = fake(), fake(version="9.9")
-    second.delay = first.delay = lambda number: 0.05
     with first.listening() as one, second.listening() as other:
-        with pytest.raises(BadInput, match=f"{other}: has version 9.9 now, and had 0.0 before"):
-            served(run_of(), tmp_path / "out", f"[{one}, {other}]")
-
-
-def test_a_server_that_is_another_one_after_its_restart_is_refused(fake):
-    server = fake()
-    with server.listening() as url:
-        asker = StateServer(url, label="ab")
+        asker = StateServer(one, other, label="ab")
         asker.ask([5, 6, 7])
-        server.told = {"version": "0.1"}
-        with pytest.raises(BadInput, match="has version 0.1 now, and had 0.0 before"):
+        if is_restarted:
+            first.told, named = {"version": "9.9"}, one
+        else:
+            first.num_away, named = 1, other
+        with pytest.raises(BadInput, match=f"{named}: is another one than before: version 0.0, now 9.9"):
             asker.ask([5, 6, 7])
 
 

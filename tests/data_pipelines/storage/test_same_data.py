@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from headstart.base.errors import BadInput
-from headstart.configs.loader import build
 from headstart.data_pipelines.masks.chat import ENCODING
-from headstart.data_pipelines.prepare import PrepareConfig, prepare
 from headstart.data_pipelines.storage import features as features_module
 from headstart.data_pipelines.storage.features import check_features
 from headstart.data_pipelines.storage.shards import Shards
@@ -23,19 +21,31 @@ from headstart.train.inputs.config import load_inputs
 
 # the golden samples that each version of the encoding gives; another file needs another version, if what it holds of
 # rows that were in it has changed
-GOLDEN = {2: "ff0132a613549c90"}
+GOLDEN = {3: "ff0132a613549c90"}
+
+
+def with_run(folder: Path) -> Path:
+    """The folder with run.yaml, a run on its target and its rows."""
+    data = {"train": str(folder / "A.jsonl"), "max_length": 256}
+    run = {"target": {"path": str(folder / "target")}, "head": {"type": "eagle3"}, "data": data}
+    (folder / "run.yaml").write_text(json.dumps(run))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(saved_target, tmp_path_factory) -> Path:
+    """A folder with a target, rows A.jsonl, a run on them, and its features in out."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(saved_target, folder / "target")
+    shutil.copy(saved_target.with_name("rows.jsonl"), folder / "A.jsonl")
+    extract(str(with_run(folder) / "run.yaml"), folder / "out", device="cpu")
+    return folder
 
 
 @pytest.fixture
-def world(saved_target, tmp_path) -> Path:
-    """A folder with a target, rows A.jsonl and a run on them."""
-    shutil.copytree(saved_target, tmp_path / "target")
-    shutil.copy(saved_target.with_name("rows.jsonl"), tmp_path / "A.jsonl")
-    (tmp_path / "run.yaml").write_text(
-        f"target: {{path: {tmp_path / 'target'}}}\nhead: {{type: eagle3}}\n"
-        f"data: {{train: {tmp_path / 'A.jsonl'}, max_length: 256}}\n"
-    )
-    return tmp_path
+def world(made, tmp_path) -> Path:
+    """Such a folder of the test's own."""
+    return with_run(shutil.copytree(made, tmp_path / "world"))
 
 
 def edited(path: Path, edit: Callable[[Any], None]) -> None:
@@ -88,7 +98,6 @@ def check_for_training(world: Path, *overrides: str) -> None:
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_features_of_other_content_are_refused_in_one_line_that_says_which(key, world, monkeypatch):
-    extract(str(world / "run.yaml"), world / "out", device="cpu")
     CHANGES[key](world, monkeypatch)
     with pytest.raises(BadInput, match=rf"out: holds samples with {key} .*; choose another folder$") as caught:
         extract(str(world / "run.yaml"), world / "out", device="cpu")
@@ -98,11 +107,8 @@ def test_features_of_other_content_are_refused_in_one_line_that_says_which(key, 
 
 
 def test_features_of_the_same_content_are_accepted_by_any_path(world, capsys):
-    extract(str(world / "run.yaml"), world / "out", device="cpu")
-    shutil.move(world / "target", world / "moved")
-    (world / "rows").mkdir()
-    shutil.move(world / "A.jsonl", world / "rows/B.jsonl")
-    moved = [f"target.path={world / 'moved'}", f"data.train={world / 'rows/B.jsonl'}"]
+    shutil.move(world / "A.jsonl", world / "B.jsonl")
+    moved = [f"data.train={world / 'B.jsonl'}"]  # and the target is a copy of that which gave them
     extract(str(world / "run.yaml"), world / "out", moved, device="cpu")
     assert capsys.readouterr().out.endswith("finished already\n")
     check_for_training(world, *moved)
@@ -111,19 +117,6 @@ def test_features_of_the_same_content_are_accepted_by_any_path(world, capsys):
 def test_another_encoding_has_another_version():
     golden = Path(__file__).parents[1] / "masks/golden_masks.json"
     assert hashlib.sha256(golden.read_bytes()).hexdigest()[:16] == GOLDEN[ENCODING]
-
-
-def test_a_prepared_data_set_is_not_taken_for_that_of_other_rows_of_the_same_size(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"What is {i}?", "response": f"It is {i}."} for i in range(10, 40)]
-    config = build(PrepareConfig, {"sources": "A.jsonl", "output": "out"})
-    for answers in ("It is", "It's a"):
-        Path("A.jsonl").write_text("".join(json.dumps(row).replace("It is", answers[:5]) + "\n" for row in rows))
-        if answers == "It is":
-            prepare(config)
-        else:
-            with pytest.raises(BadInput, match=r"^out: A.jsonl had sha256 \w+ when this was prepared from it, now"):
-                prepare(config)
 
 
 def test_an_unattended_run_knows_its_targets_files(world):

@@ -27,7 +27,6 @@ def make_rows(num_rows=40, *, storage=None, size=16):
             input_ids=source.integers(0, 200_000, length).astype(np.int32),
             segments=source.integers(0, 3, length).astype(np.uint8),
             loss_mask=source.random(length) < 0.6,
-            num_cut=int(source.integers(0, 3)),
         )
         rows.append(StoredSample(sample, kept_of(length, storage, size, source) if storage else None))
     return rows
@@ -67,7 +66,7 @@ def test_samples_come_back_in_any_order(tmp_path):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "8bit"])
 def test_states_come_back_dense(storage, tmp_path):
     rows = make_rows(storage=storage)
-    write(tmp_path / "a", rows, storage=storage)
+    write(tmp_path / "a", rows, storage=storage, shard_bytes=20_000)
     for stored, row in zip(Shards(tmp_path / "a"), rows, strict=True):
         assert stored.sample == row.sample and row.packed is not None and stored.states is not None
         for name in ("features", "post_norm"):
@@ -85,7 +84,7 @@ def test_a_shard_is_a_plain_safetensors_file(tmp_path):
 
 
 def test_few_files_are_open_at_a_time_and_folders_can_be_sent(tmp_path, monkeypatch):
-    rows = make_rows()
+    rows = make_rows(12)
     write(tmp_path / "a", rows, shard_bytes=1)  # a shard per row
     monkeypatch.setattr(shards_module, "MOST_OPEN", 3)
     found = Shards(tmp_path / "a")
@@ -104,24 +103,14 @@ def test_an_interrupted_writer_goes_on_where_the_last_shard_ended(tmp_path):
             writer.add(row)  # what is not in a full shard is lost with the process
     leftover = tmp_path / "cut" / unfinished_name("shard_00002.safetensors", 999999999)
     leftover.write_bytes(b"half a shard")
+    (tmp_path / "cut" / "shard_00001.safetensors").write_bytes(b"")  # as a loss of power may leave it
     write(tmp_path / "cut", rows)
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-
-
-def test_a_shard_cut_short_by_the_system_is_written_again(tmp_path):
-    rows = make_rows()
-    writer = ShardWriter(tmp_path / "cut", fields={"storage_dtype": None, "dtype": None}, shard_bytes=1000)
-    for row in rows:
-        writer.add(row)
-    (tmp_path / "cut" / "shard_00001.safetensors").write_bytes(b"")
-    write(tmp_path / "cut", rows)
-    write(tmp_path / "whole", rows)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1]})
-    with pytest.raises(BadInput, match=r"a: holds unfinished shards with another layers: \[1\], not \[1, 2\]"):
+    with pytest.raises(BadInput, match=r"a: holds unfinished shards with layers \[1\], now \[1, 2\]"):
         ShardWriter(tmp_path / "a", fields={"storage_dtype": "8bit", "layers": [1, 2]})
     with pytest.raises(BadInput, match="a: unfinished; run the command that wrote it again to complete it"):
         Shards(tmp_path / "a")
@@ -217,16 +206,13 @@ def test_8_bits_keep_what_lies_beside_massive_activations():
     assert (as_int8[:, rest] - states[:, rest]).norm() > 0.6 * states[:, rest].norm(), "what one step size would do"
 
 
-def test_zeros_and_the_largest_values_are_kept():
+def test_zeros_the_largest_values_and_vectors_without_values_are_no_special_case():
     states = torch.zeros(4, 32)
     states[1] = 5.0
     states[2, 3] = -1e4
     found = unpack(pack(states, "8bit"), torch.float32)
     assert torch.equal(found[0], states[0]) and found.isfinite().all()
     torch.testing.assert_close(found[1:3], states[1:3], rtol=0.01, atol=0)
-
-
-def test_vectors_without_values_are_no_special_case():
     for storage in ("float32", "bfloat16", "8bit"):
         packed = pack(torch.zeros(5, 0, 8), storage)
         assert unpack(packed, torch.float32).shape == (5, 0, 8)
