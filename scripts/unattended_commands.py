@@ -78,7 +78,6 @@ def auto(
     from ..engines.export import ENGINES
     from ..eval.drafters.registry import check_window
     from ..targets.loading import default_device
-    from .unattended.answers import LEAST_ANSWERS
     from .unattended.auto import stages
     from .unattended.candidates import heads_read
     from .unattended.page import write_auto_page
@@ -114,7 +113,7 @@ def auto(
     )
     heads = partial(heads_read, engine, target)
     with AutoRun.open(output, settings, is_verbose=verbose) as run:
-        with TargetServer(run, heads, least=LEAST_ANSWERS) as server:
+        with TargetServer(run, heads) as server:
             run_stages(run, stages(server), write_auto_page)
 
 

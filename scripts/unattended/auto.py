@@ -66,7 +66,7 @@ def batch_seconds(run: AutoRun) -> float:
 def ending_seconds(run: AutoRun, num_batches: int) -> float:
     """Estimated seconds of an evaluation of that many batches, but at least of LEAST_TIMED, of export and check."""
     if serving := server_of(run):
-        settings, num_prompts = run.settings, max(num_batches * run.machine.batch_size, LEAST_TIMED)
+        settings, num_prompts = run.settings, max(num_batches * run.settings.batch_size, LEAST_TIMED)
         seconds, most = EVALUATION * settings.budget, settings.max_new_tokens
         timed = plan_served(run, serving, num_drafters=2, most=most, held_out=num_prompts, seconds=seconds).seconds
     else:
@@ -82,10 +82,11 @@ def check_budget(run: AutoRun) -> float:
     needed, machine, max_new_tokens = 0.0, run.machine, run.settings.max_new_tokens
     if machine.able:
         num_tokens, serving = LEAST_ANSWERS * max_new_tokens, server_of(run)
-        answering = num_tokens * machine.baseline_ms / 1000
-        if serving is not None:  # our own engine answers where the server takes too long to start
-            answering = min(answering, serving.start_seconds + num_tokens / served_rate(serving))
-        answering += machine.begin_seconds
+        answering = machine.begin_seconds
+        if serving is None:
+            answering += num_tokens * machine.baseline_ms / 1000
+        else:
+            answering += serving.start_seconds + num_tokens / served_rate(serving)
         fitted = FITTING * min(machine.start_tokens, num_tokens)
         training = [fitted * able.token_seconds + 3 * LEAST_STEPS * able.step_seconds for able in machine.able]
         learning = 2 * machine.begin_seconds + min(training)
@@ -100,7 +101,7 @@ def check_budget(run: AutoRun) -> float:
 def end_of_learning(run: AutoRun) -> float:
     """The second of the budget at which training ends: what follows is enough for all held-out prompts, limited to the
     share EVALUATION of the budget; at least enough for one batch."""
-    num_batches = -(-known(run.journal.split).held_out // run.machine.batch_size)
+    num_batches = -(-known(run.journal.split).held_out // run.settings.batch_size)
     most = min(ending_seconds(run, num_batches), EVALUATION * run.settings.budget)
     return run.settings.budget - max(most, ending_seconds(run, 1))
 
@@ -118,8 +119,8 @@ def evaluation_seconds(run: AutoRun) -> float:
 
 def plan_evaluation(run: AutoRun) -> Evaluation:
     """How many held-out prompts there is time for (whole batches, at least LEAST_TIMED), and the head's K."""
-    trained, machine = run.journal.trained, run.machine
-    held_out, seconds = known(run.journal.split).held_out, evaluation_seconds(run) - machine.begin_seconds
+    trained, seconds = run.journal.trained, evaluation_seconds(run) - run.machine.begin_seconds
+    held_out = known(run.journal.split).held_out
     length = trained.score.num_draft_tokens if trained and trained.score else DEFAULT_DRAFT_TOKENS
     if serving := server_of(run):
         most, num_drafters = run.settings.max_new_tokens, 1 if trained is None else 2
@@ -128,7 +129,7 @@ def plan_evaluation(run: AutoRun) -> Evaluation:
         )
         return Evaluation(plan.num_prompts, length, has_look_ups=plan.num_drafters == num_drafters)
     num_batches = int(seconds * SAFETY / batch_seconds(run) + 1e-6)
-    return Evaluation(min(max(num_batches, LEAST_TIMED) * machine.batch_size, held_out), length)
+    return Evaluation(min(max(num_batches, LEAST_TIMED) * run.settings.batch_size, held_out), length)
 
 
 def evaluate(run: AutoRun) -> str:
@@ -164,7 +165,7 @@ def evaluate_here(run: AutoRun) -> str:
         *(word for drafter in (*drafters, LOOKUP + answers) for word in ("--drafter", drafter)),
         *("--prompts", str(run.data / "held_out.jsonl"), "--limit", str(evaluation.num_prompts)),
         *("--max-new-tokens", str(run.settings.max_new_tokens), *(window_of(run) if head else [])),
-        *("--batch-size", str(run.machine.batch_size), "--repeats", "1", "--output", str(output)),
+        *("--batch-size", str(run.settings.batch_size), "--repeats", "1", "--output", str(output)),
     ]
     measured = "the head and look-ups" if head else "look-ups, since no head can pay,"
     what = f"measuring {measured} on {evaluation.num_prompts} held-out prompts"
@@ -226,8 +227,9 @@ def window_of(run: AutoRun) -> list[str]:
 
 
 def target_arguments(run: AutoRun) -> list[str]:
-    adapter = ["--adapter", run.settings.adapter] if run.settings.adapter else []
-    return ["--target", run.settings.target, *adapter, "--dtype", run.machine.dtype, "--device", run.machine.device]
+    settings = run.settings
+    adapter = ["--adapter", settings.adapter] if settings.adapter else []
+    return ["--target", settings.target, *adapter, "--dtype", run.machine.dtype, "--device", settings.device]
 
 
 def answers_to_look_up(run: AutoRun) -> str:

@@ -24,6 +24,7 @@ from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import sentences
 from ...eval.served.served_result import ServedResult, lower_end_among
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
 from .held_out import NEW, OLD
 from .running.journal import Compared, Decision
@@ -72,6 +73,7 @@ def draft_rows(
 
     Args: check_stop: called before each batch; it may raise SystemExit.
     """
+    pack_linears(target.base)  # as training does
     left, drafted = sorted(rows, key=lambda row: len(row[1])), list[DraftedRow]()
     num_draft = min(heads[0].num_depths, heads[0].default_draft_tokens)
     while left:

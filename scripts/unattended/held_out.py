@@ -75,7 +75,7 @@ def plain(question: str) -> str:
 
 def split_prompts(
     prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int, is_plain: bool = False
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Splits the prompts into held-out ones and ones for the target to answer, and selects the chats to learn from.
 
     Writes into `folder`: held_out.jsonl; prompts.jsonl, shuffled, so that the prompts answered in time are a random
@@ -85,11 +85,11 @@ def split_prompts(
         chats: file of answered rows; empty: none.
         most: prompts that are held out. is_plain: whether the target continues plain prompts, without a chat template.
 
-    Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
+    Returns the numbers of held-out prompts and of prompts to answer; of duplicate rows one counts.
     Raises BadInput if there are too few different prompts, or chats of which none has an answer.
     """
-    rows = list(read_asked(prompts))
-    once = {asked.question: asked for asked in {plain(asked.question): asked for asked in rows}.values()}
+    rows = {plain(asked.question): asked for asked in read_asked(prompts)}
+    once = {asked.question: asked for asked in rows.values()}
     held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
     write_rows(folder / "held_out.jsonl", [held_out_row(once[question], is_plain=is_plain) for question in held_out])
     write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
@@ -99,7 +99,7 @@ def split_prompts(
         if not answered:
             raise BadInput(f"--chats {chats}: none of its {len(given)} rows ends with an answer")
         write_rows(folder / "given.jsonl", [chat.row for chat in answered if plain(chat.question) not in never])
-    return len(held_out), len(asked), len(rows) - len(once)
+    return len(held_out), len(asked)
 
 
 def held_out_row(asked: PromptRow, *, is_plain: bool) -> dict[str, Any]:

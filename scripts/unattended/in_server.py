@@ -25,7 +25,6 @@ from .running.session import Session, Settings
 TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
 LOOKUP = "ngram"  # the drafter that a server has by itself
 REPEATS = 2  # of a measurement: four pairs of blocks, the fewest that give an interval over blocks
-STARTING = 0.5  # upper limit: share of the time for answers until the server is ready, and has answered the least
 NO_GAIN = "Do not deploy: no measured setting is proved to be faster in the server"
 
 

@@ -21,7 +21,6 @@ from ...eval.report.served_page import read_served
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.stored.fit import row_share
 from ...heads.stored.folder import config_of, read_record
-from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
 from .candidates import TRAINING, find_candidates
 from .comparing import as_samples, compare_by_domain, decide_between, draft_rows
@@ -51,7 +50,6 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     """A run of `headstart refit`, and its rows."""
 
     command, journal_type = "headstart refit", RefitJournal
-    load_seconds = 0.0  # in which the target was loaded; none where a server has its layers
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -89,15 +87,6 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         if self.config.reads_layers:
             raise BadInput(f"head {self.config.type} reads the target's layers")
         return [self.config]
-
-    def load_target(self) -> Target:
-        """The target, with the adapter that served."""
-        settings = self.settings
-        adapter, began = settings.adapter or None, time.monotonic()
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
-        pack_linears(target.base)
-        self.load_seconds = time.monotonic() - began
-        return target
 
 
 # Logs to rows
@@ -153,7 +142,7 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
     config = replace(head.config, draft_vocab_size=size)
     row, section = typical_row(samples), training_of(config)
     fresh = start_head(config, target, settings.head, draft_token_ids=ids)
-    step, _ = measure_step(target, fresh, section, row, row_length=len(row), check_stop=run.check_stop)
+    step, _ = measure_step(run, target, fresh, section, row, row_length=len(row))
     start = start_seconds(run.check_stop)
     load = run.load_seconds
     until = settings.budget - ENDING * (start + load + len(held_out) * row_seconds) - max(start, SOONEST)

@@ -101,7 +101,10 @@ def run_rung(run: AutoRun, server: TargetServer, number: int, learners: Mapping[
         try:
             record = server.train(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
             score = learner.score(run.folder / "candidates" / name, record, steps_before=before[name])
-        except BadInput as error:  # this candidate cannot be trained; the others may
+        except BadInput as error:
+            if server.problem:
+                raise
+            # this candidate cannot be trained; the others may
             score = Score(name, problem=str(error))
         current.scores.append(score)
         told = f"{score.acceptance_length:.2f} tokens per round, predicted speedup {score.predicted_speedup:.2f}"

@@ -12,7 +12,6 @@ import yaml
 
 from ...base.files import write_text
 from ...base.jsonl import read_appended
-from ...train.watching.trend import Validated
 from .answers import VALIDATION
 from .candidates import Candidate, find_candidates
 from .machine import predict_length
@@ -190,13 +189,13 @@ class Learner:
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        name, (reached, rates) = self.candidate.name, (validations(output) or [(None, [])])[-1]
-        if reached is None or reached.step <= steps_before or (record.exit_code and not record.stopped):
+        name, (step, found) = self.candidate.name, last_validation(output)
+        if step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
             return Score(name, seconds=record.seconds, problem=problem)
+        rates = found["acceptance_rate"]
         num_draft_tokens, speedup = predict_length(rates, self.measured.costs)
-        figures = (reached.step, record.seconds, reached.acceptance_length, rates, num_draft_tokens, speedup)
-        return Score(name, *figures, num_rounds=reached.num_rounds)
+        return Score(name, step, record.seconds, found["acceptance_length"], rates, num_draft_tokens, speedup)
 
 
 def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:
@@ -205,13 +204,9 @@ def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:
     return {candidate.name: Learner(run, candidate, server.gives_states) for candidate in found}
 
 
-def validations(run: Path) -> list[tuple[Validated, list[float | None]]]:
-    """The validations in a run folder, in order, with their acceptance rates by draft position: decoded, or as counted
-    on the target's own answers where nothing was decoded."""
+def last_validation(run: Path) -> tuple[int, dict[str, Any]]:
+    """The step and the figures of the last validation in a run folder: decoded, or as counted on the target's own
+    answers where nothing was decoded; step 0 if there is none."""
     rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
     figures = [(row["step"], row["validation"].get("decoded") or row["validation"]) for row in rows]
-    return [
-        (Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
-        for step, part in figures
-        if part["acceptance_length"] is not None
-    ]
+    return next((one for one in reversed(figures) if one[1]["acceptance_length"] is not None), (0, {}))

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from ....base.terminal import PlainConsole
 from ....data_pipelines.answers.store import check_same_settings
 from ....engines.servers.setting import EngineSetting
 from ....targets.dtype import default_dtype
+from ....targets.target import Target
 from ....train.watching.stopping import Stopping
 from .clock import Clock, clock_text
 from .journal import AutoJournal, Journal, Machine, known
@@ -71,10 +73,12 @@ class Session(Generic[S, J]):
     """A run in its folder; `open` starts or resumes it.
 
     keep: after this was called, a new folder is not removed when the run fails. is_verbose: whether commands are told.
+    load_seconds: in which the target was loaded; none where a server has its layers.
     """
 
     command: ClassVar[str]  # such as `headstart auto`
     journal_type: type[J]
+    load_seconds = 0.0
 
     def __init__(self, settings: S, owned: OwnedFolder, stopping: Stopping, *, is_verbose: bool = False):
         self.settings, self.stopping, self.is_verbose = settings, stopping, is_verbose
@@ -154,6 +158,14 @@ class Session(Generic[S, J]):
         if self.stopping.received:
             raise SystemExit(self.stopping.exit_code)
         self.clock.save()
+
+    def load_target(self) -> Target:
+        """The target, with the adapter that serves."""
+        settings, began = self.settings, time.monotonic()
+        how = {"dtype": settings.dtype, "device": settings.device, "adapter": settings.adapter or None}
+        target = Target.load(settings.target, **how)
+        self.load_seconds = time.monotonic() - began
+        return target
 
     def left_until(self, second: float | None) -> float:
         """Seconds up to that second of the budget, 0 or more. Args: second: of the journal, which has it by now."""
