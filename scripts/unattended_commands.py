@@ -85,12 +85,11 @@ def auto(
     from .unattended.running.session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
     from .unattended.target_server import TargetServer
 
-    by = engine_of(engine, engine_python, engine_args, known=("headstart", *sorted(ENGINES)))
-    check_concurrency(by, concurrency)
+    known = ("headstart", *sorted(ENGINES))
+    by = asked_engine(engine, engine_python, engine_args, known, concurrency=concurrency, dtype=dtype, device=device)
     check_window(draft_window, "head")
     if ":" in str(output):
         raise BadInput(f"--output {output}: a colon cannot be in the path of a head")
-    check_device(device)
     if adapter and engine != "vllm":
         raise BadInput(f"--adapter {adapter}: goes with --engine vllm, which serves it; else merge it")
     device = device or default_device()
@@ -158,9 +157,8 @@ def refit(
     from .unattended.running.session import RefitSettings, files_digest, run_stages, target_dtype
     from .unattended.target_server import TargetServer
 
-    by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
-    check_concurrency(by, concurrency)
-    check_device(device)
+    known = ("headstart", "vllm", "sglang")
+    by = asked_engine(engine, engine_python, engine_args, known, concurrency=concurrency, dtype=dtype, device=device)
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -183,14 +181,20 @@ def refit(
         run_stages(run, stages(server), write_refit_page)
 
 
-def check_concurrency(engine: "EngineSetting", concurrency: list[int] | None) -> None:
-    """Raises BadInput where no server is named to have that many questions in flight."""
+def asked_engine(
+    name: str, python: str, args: str, known: tuple[str, ...], *, concurrency: list[int] | None, dtype: str, device: str
+) -> "EngineSetting":
+    """What serves, whose servers are told --dtype too, before the user's flags.
+
+    Raises: BadInput on options that do not go together; on one GPU of several, since servers and trainings in processes
+    of their own would take another.
+    """
+    if name in ("vllm", "sglang") and dtype not in ("", "auto"):
+        args = f"--dtype {dtype} {args}".strip()
+    engine = engine_of(name, python, args, known=known)
     if engine.is_ours and concurrency:
         raise BadInput("--concurrency: goes with another --engine than headstart")
-
-
-def check_device(device: str) -> None:
-    """Raises BadInput on one GPU of several: servers and trainings in processes of their own would take another."""
     if ":" in device:
         number = device.rpartition(":")[2]
         raise BadInput(f"--device {device}: say --device cuda, and CUDA_VISIBLE_DEVICES={number} in the environment")
+    return engine

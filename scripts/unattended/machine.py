@@ -73,15 +73,11 @@ class TimedWorkload:
 def split(run: AutoRun) -> Split:
     """Splits the prompts. Raises: BadInput on unusable prompts or targets."""
     settings = run.settings
-    least = LEAST_TIMED * settings.batch_size
     is_plain = not load_tokenizer(TargetConfig(path=settings.target)).chat_template
-    most = max(MOST_PROMPTS, least)
+    most = max(MOST_PROMPTS, LEAST_TIMED * settings.batch_size)
     held_out, asked = split_prompts(
         settings.prompts, settings.chats, run.data, most=most, seed=settings.seed, is_plain=is_plain
     )
-    if settings.engine.is_ours and held_out < least:
-        few = f"{held_out} prompts are held out, and {least} make the {LEAST_TIMED} batches that an interval needs"
-        run.say(f"warning: --batch-size {settings.batch_size}: {few}: no gain can be proved")
     workload(run, without_weights(settings))  # refuses prompts that do not fit
     return Split(held_out, asked)
 
@@ -96,6 +92,10 @@ def without_weights(settings: Settings) -> Target:
 
 def measure(run: AutoRun, server: TargetServer) -> Machine:
     """Measures the machine, where the server gives states without the target's layers."""
+    size, held_out = run.settings.batch_size, known(run.journal.split).held_out
+    if server_of(run) is None and held_out < LEAST_TIMED * size:
+        few = f"{held_out} prompts are held out, fewer than the {LEAST_TIMED} batches that an interval needs"
+        run.say(f"warning: --batch-size {size}: {few}: no gain can be proved")
     run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * run.settings.budget)
     machine = server.reading(partial(measure_machine, run), run.load_target)
     if not machine.able:

@@ -172,6 +172,7 @@ class Learner:
         if not config.exists():
             files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
             decoding = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
+            decoding["decode_window"] = self.run.settings.draft_window
             write_run(
                 config,
                 self.run.settings,
