@@ -47,7 +47,6 @@ def auto(
     *,
     target: Annotated[str, TRAFFIC(help="The target: local folder or hub id.")],
     prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
-    chats: Annotated[str, TRAFFIC(help="More training rows, JSONL, with answers that this target wrote.")] = "",
     adapter: Annotated[str, TRAFFIC(help="Folder of a LoRA adapter (peft) of the target; with --engine vllm.")] = "",
     max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2, max=MOST_NEW)] = 128,
     draft_window: DraftWindowText = "",
@@ -97,7 +96,6 @@ def auto(
         target=target,
         adapter=adapter,
         prompts=prompts,
-        chats=chats,
         budget=parse_budget(budget),
         engine=by,
         concurrency=concurrency or [batch_size],
@@ -108,7 +106,7 @@ def auto(
         device=device,
         launcher=launcher,
         seed=seed,
-        traffic=files_digest([path for path in (prompts, chats, target, adapter) if path]),
+        traffic=files_digest([path for path in (prompts, target, adapter) if path]),
     )
     heads = partial(heads_read, engine, target)
     with AutoRun.open(output, settings, is_verbose=verbose) as run:

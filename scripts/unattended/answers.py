@@ -5,7 +5,7 @@ The answers become the rows that candidates are trained and scored on.
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from ...base.jsonl import read_appended
 from ...data_pipelines.vocab import always_kept, worthwhile_size
 from ...eval.figures.repetition import text_repetition
 from ...heads.stored.fit import row_share
-from ...targets.chat.prompts import plain_ids
 from ...targets.chat.written_ids import KEY
 from ...targets.target import Target
 from .candidates import BATCH_SIZE
-from .held_out import as_question, plain, read_asked, write_rows
+from .held_out import as_question, write_rows
 from .machine import without_weights
 from .running.journal import AnswerCounts, known
 from .running.session import AutoRun
@@ -103,7 +102,7 @@ def all_answered(folder: Path) -> bool:
 
 
 def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
-    """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
+    """Writes train.jsonl and validation.jsonl, from the target's answers.
 
     Args: greedy: folder; may have been stopped before its end. sampled: folders, if they are there, with further
         answers to these prompts, to train on.
@@ -121,25 +120,21 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
     validation, train = written[:num_validation], written[num_validation:]
     judged = {first_question(row) for row in validation}
     again = [row for folder in sampled for row in read_answers(folder) if first_question(row) not in judged]
-    chats = learnt_chats(run.data / "given.jsonl", judged)
     write_rows(run.data / "validation.jsonl", validation)
-    write_rows(run.data / "train.jsonl", [*train, *again, *chats])
+    write_rows(run.data / "train.jsonl", [*train, *again])
     write_json(run.data / "manifest.json", joined_manifest([greedy, *sampled]))
     target = without_weights(run.settings)
     greedy_ids, sampled_ids = (
         [ids for row in rows for ids in answer_ids_of(row, target.tokenizer)] for rows in (written, again)
     )
-    chat_ids = [plain_ids(target.tokenizer, text) for row in chats for text in assistant_texts(row)]
-    size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids, *chat_ids])
+    size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids])
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(greedy_ids))
     usages = [row["usage"] for row in (*written, *again)]
     lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
-    longest = max(lengths) + ENDING
     return AnswerCounts(
         written=len(written),
         sampled=len(again),
-        given=len(chats),
         validation=num_validation,
         tokens=sum(usage["completion_tokens"] for usage in usages),
         row_tokens=sum(lengths),
@@ -148,16 +143,9 @@ def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
         complete=is_whole(greedy),
         draft_vocab_size=size,
         coverage=covered,
-        max_length=max(longest, 2048) if chats else longest,
+        max_length=max(lengths) + ENDING,
         warnings=warnings_of(len(written), truncated=truncated, looping=looping),
     )
-
-
-def learnt_chats(given: Path, judged: Iterable[str]) -> list[dict[str, Any]]:
-    """The given chats without those that ask what validation rows are judged by; none without such a file."""
-    never = {plain(question) for question in judged}
-    asked = read_asked(str(given)) if given.exists() and given.stat().st_size else ()
-    return [chat.row for chat in asked if plain(chat.question) not in never]
 
 
 def num_validation_rows(budget: float) -> int:

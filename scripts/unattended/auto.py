@@ -7,13 +7,11 @@ from pathlib import Path
 from ...base.errors import BadInput
 from ...engines.export import read_folder, windowed
 from ...engines.servers.how_to_serve import commands_of_engine, how_to_serve, under_adapter
-from ...engines.servers.setting import OURS
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
 from ...eval.report.recommendation import recommend
 from ...eval.report.results.document import read_report
-from ...eval.report.results.drafter_words import WITH_ANSWERS
 from .answers import LEAST_ANSWERS, answer
 from .in_server import LOOKUP as SERVED_LOOKUP
 from .in_server import (
@@ -51,9 +49,9 @@ NO_CANDIDATE = (
 # What the stages need
 
 
-def num_exporting(engine: str) -> int:
-    """Commands that are started behind the evaluation."""
-    return 0 if engine == OURS else EXPORTING
+def exporting_seconds(run: AutoRun) -> float:
+    """Estimated seconds of what follows the evaluation."""
+    return 0.0 if run.settings.engine.is_ours else EXPORTING * run.machine.start_seconds
 
 
 def batch_seconds(run: AutoRun) -> float:
@@ -72,7 +70,7 @@ def ending_seconds(run: AutoRun, num_batches: int) -> float:
     else:
         timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
     loading = run.machine.load_seconds * (2 if run.settings.adapter else 1)
-    return timed / SAFETY + loading + (1 + num_exporting(run.settings.engine.name)) * run.machine.start_seconds
+    return timed / SAFETY + loading + run.machine.start_seconds + exporting_seconds(run)
 
 
 def check_budget(run: AutoRun) -> float:
@@ -114,7 +112,7 @@ def evaluation_seconds(run: AutoRun) -> float:
     left = max(run.clock.left, 0)
     if not run.journal.trained:
         left = min(LOOKUP_SECONDS, left)
-    return left - num_exporting(run.settings.engine.name) * run.machine.start_seconds
+    return left - exporting_seconds(run)
 
 
 def plan_evaluation(run: AutoRun) -> Evaluation:
@@ -133,43 +131,31 @@ def plan_evaluation(run: AutoRun) -> Evaluation:
 
 
 def evaluate(run: AutoRun) -> str:
-    """Measures on held-out prompts, in the engine's server where one can be started; returns the path of report.json.
+    """Measures on held-out prompts: the head and look-ups in the engine's server where one can be started; in our own
+    engine also both together. Returns the path of report.json; empty if the server failed, as the journal then says.
 
-    Raises: as `evaluate_here`.
+    Raises: BadInput if our own engine fails; SystemExit after a signal to stop.
     """
-    serving = server_of(run)
-    if serving is None:
-        return evaluate_here(run)
-    evaluation, head, most = known(run.journal.evaluation), head_of(run), run.settings.max_new_tokens
+    evaluation, settings, head = known(run.journal.evaluation), run.settings, head_of(run)
     length, seconds = evaluation.num_draft_tokens, evaluation_seconds(run)
+    asked = ["--limit", str(evaluation.num_prompts), "--max-new-tokens", str(settings.max_new_tokens)]
+    asked += window_of(run) if head else []
     drafters = [f"head:{head}@{length}"] if head else []
-    drafters += [f"{SERVED_LOOKUP}@{length}"] if evaluation.has_look_ups else []
-    asked = ["--limit", str(evaluation.num_prompts), "--max-new-tokens", str(most), *(window_of(run) if head else [])]
-    if report := measure_in_server(run, serving, drafters, asked, seconds=seconds):
-        return report
-    run.journal.evaluation = plan_evaluation(run)
-    run.write()
-    return evaluate_here(run) if head else ""
-
-
-def evaluate_here(run: AutoRun) -> str:
-    """Measures the head, look-ups, and both together in our engine; returns the path of report.json.
-
-    Raises: BadInput if that fails; SystemExit after a signal to stop.
-    """
-    evaluation, output = known(run.journal.evaluation), run.folder / "eval"
-    head, answers = head_of(run), answers_to_look_up(run)
-    drafters = [f"head:{head}@{evaluation.num_draft_tokens}", f"{HYBRID}:{head}{answers}"] if head else []
+    if serving := server_of(run):
+        drafters += [f"{SERVED_LOOKUP}@{length}"] if evaluation.has_look_ups else []
+        return measure_in_server(run, serving, drafters, asked, seconds=seconds)
+    answers, output = answers_to_look_up(run), run.folder / "eval"
+    drafters += [f"{HYBRID}:{head}{answers}"] if head else []
+    adapter = ["--adapter", settings.adapter] if settings.adapter else []
     arguments = [
-        *("eval", *target_arguments(run)),
+        *("eval", "--target", settings.target, *adapter, "--dtype", run.machine.dtype, "--device", settings.device),
         *(word for drafter in (*drafters, LOOKUP + answers) for word in ("--drafter", drafter)),
-        *("--prompts", str(run.data / "held_out.jsonl"), "--limit", str(evaluation.num_prompts)),
-        *("--max-new-tokens", str(run.settings.max_new_tokens), *(window_of(run) if head else [])),
-        *("--batch-size", str(run.settings.batch_size), "--repeats", "1", "--output", str(output)),
+        *("--prompts", str(run.data / "held_out.jsonl"), *asked),
+        *("--batch-size", str(settings.batch_size), "--repeats", "1", "--output", str(output)),
     ]
     measured = "the head and look-ups" if head else "look-ups, since no head can pay,"
     what = f"measuring {measured} on {evaluation.num_prompts} held-out prompts"
-    record = run.step(what, arguments, name="eval", seconds=evaluation_seconds(run))
+    record = run.step(what, arguments, name="eval", seconds=seconds)
     if not (output / "report.json").exists():
         raise BadInput(f"the evaluation failed: {record.last_line}")
     return str(output / "report.json")
@@ -177,22 +163,24 @@ def evaluate_here(run: AutoRun) -> str:
 
 def decide(run: AutoRun) -> Decision:
     """Decides what to deploy. A head for another engine is exported and checked first, which writes `exported`."""
-    head, engine = head_of(run), run.settings.engine.name
-    if not run.journal.report:
-        decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
-    elif server_of(run):
-        decision, best = decide_served(run.journal.report, lookup=LOOKUP)
+    head, engine, journal = head_of(run), run.settings.engine, run.journal
+    if journal.report and server_of(run):
+        decision, best = decide_served(journal.report, lookup=LOOKUP)
         if best is not None:
             is_head = decision.drafter != LOOKUP
             told = served_commands(run, best.num_draft_tokens, head) if is_head else best.commands[1:]
             decision.commands.extend(told)
-    else:
+    elif journal.report:
         decision = decide_by_report(run, head)
-        if engine != OURS:
-            decision = without_server(decision, run.journal.serving, engine)
-    if decision.deploy and engine != OURS and decision.drafter != LOOKUP:
+        decision = decision if engine.is_ours else without_server(decision, journal.serving, engine.name)
+    elif head:
+        why = known(journal.serving).problem
+        decision = Decision(False, "Do not deploy: the head could not be measured in the server", [why], [])
+    else:
+        decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
+    if decision.deploy and not engine.is_ours and decision.drafter != LOOKUP:
         try:
-            run.journal.exported = export(run, head)
+            journal.exported = export(run, head)
         except BadInput as error:
             decision.cautions.append(f"It is not exported: {error}")
             decision.commands.clear()
@@ -226,17 +214,10 @@ def window_of(run: AutoRun) -> list[str]:
     return ["--draft-window", run.settings.draft_window] if run.settings.draft_window else []
 
 
-def target_arguments(run: AutoRun) -> list[str]:
-    settings = run.settings
-    adapter = ["--adapter", settings.adapter] if settings.adapter else []
-    return ["--target", settings.target, *adapter, "--dtype", run.machine.dtype, "--device", settings.device]
-
-
 def answers_to_look_up(run: AutoRun) -> str:
-    """The part of a drafter's specification that names the file of the target's answers; empty if there is none, or it
-    contains given chats as well."""
-    path, answers = run.data / "train.jsonl", run.journal.answers
-    return f":{path}" if answers is not None and not answers.given and path.is_file() else ""
+    """The part of a drafter's specification that names the file of the target's answers; empty if there is none."""
+    path = run.data / "train.jsonl"
+    return f":{path}" if path.is_file() else ""
 
 
 def decide_by_report(run: AutoRun, head: str) -> Decision:
@@ -244,20 +225,26 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
 
     Args: head: folder; empty if no head was trained.
     """
+    settings = run.settings
     results = read_report(Path(run.journal.report)).results
-    results = [one for one in results if (one.adapter is not None) == bool(run.settings.adapter)]
-    advice = recommend([one for one in results if run.settings.engine.is_ours or not looks_up(one)])
+    results = [one for one in results if (one.adapter is not None) == bool(settings.adapter)]
+    advice = recommend([one for one in results if settings.engine.is_ours or not looks_up(one)])
     best = advice.best
     if not advice.is_deployable or best is None:
         return Decision(False, advice.headline, advice.reasons, advice.cautions)
-    drafter = specification(best, head, answers_to_look_up(run))
+    drafter, length = specification(best, head, answers_to_look_up(run)), best.num_draft_tokens
+    if settings.engine.is_ours:  # which has no server: in another
+        how = {"target": settings.target, "window": settings.draft_window}
+        commands = how_to_serve(drafter, length, has_tree=False, **how)
+    else:
+        commands = served_commands(run, length, head)
     return Decision(
         deploy=True,
         headline=advice.headline,
         reasons=advice.reasons,
         cautions=[*advice.cautions, *domains_without_gain(best)],
         drafter=drafter,
-        commands=serving_commands(run, best, drafter, head),
+        commands=commands,
         speedup=best.speedup,
         speedup_ci95=list(best.speedup_ci95),
     )
@@ -270,19 +257,9 @@ def looks_up(result: Result) -> bool:
 
 def specification(result: Result, head: str, answers: str) -> str:
     """Its drafter as `headstart eval --drafter` takes it. Args: answers: as of `answers_to_look_up`."""
-    if not looks_up(result):
-        return f"head:{head}"
-    file = answers if WITH_ANSWERS in result.drafter else ""
-    return LOOKUP + file if result.drafter.startswith(LOOKUP) else f"{HYBRID}:{head}{file}"
-
-
-def serving_commands(run: AutoRun, best: Result, drafter: str, head: str) -> list[str]:
-    """Command lines that serve the best result in the engine, of ours, which has no server, in another."""
-    if run.settings.engine.is_ours:
-        has_tree = "chain" not in best.tree
-        window, target = run.settings.draft_window, run.settings.target
-        return how_to_serve(drafter, best.num_draft_tokens, has_tree=has_tree, target=target, window=window)
-    return served_commands(run, best.num_draft_tokens, head)
+    if result.drafter.startswith(HYBRID):
+        return f"{HYBRID}:{head}{answers}"
+    return LOOKUP + answers if looks_up(result) else f"head:{head}"
 
 
 def served_commands(run: AutoRun, length: int | None, head: str) -> list[str]:

@@ -75,11 +75,9 @@ def split(run: AutoRun) -> Split:
     settings = run.settings
     is_plain = not load_tokenizer(TargetConfig(path=settings.target)).chat_template
     most = max(MOST_PROMPTS, LEAST_TIMED * settings.batch_size)
-    held_out, asked = split_prompts(
-        settings.prompts, settings.chats, run.data, most=most, seed=settings.seed, is_plain=is_plain
-    )
+    counts = split_prompts(settings.prompts, run.data, most=most, seed=settings.seed, is_plain=is_plain)
     workload(run, without_weights(settings))  # refuses prompts that do not fit
-    return Split(held_out, asked)
+    return Split(*counts)
 
 
 def without_weights(settings: Settings) -> Target:

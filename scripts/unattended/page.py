@@ -127,8 +127,6 @@ def learning_part(journal: AutoJournal) -> Part | None:
     end = "." if answers.complete else ": as many as fit into the time for answers."
     sampled = f" and {answers.sampled:,} more, sampled" if answers.sampled else ""
     text = f"{answers.written:,} answers of the target{sampled}, {answers.tokens:,} tokens{end}"
-    if answers.given:
-        text += f" {answers.given} chats were given with answers."
     if answers.draft_vocab_size:
         text += (
             f" {answers.draft_vocab_size:,} different tokens cover {answers.coverage:.1%} of them: the vocabulary of "

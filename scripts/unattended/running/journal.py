@@ -132,7 +132,6 @@ class AnswerCounts:
 
     written: int  # rows answered by the target in this run, greedily
     sampled: int  # further answers to the same prompts, sampled
-    given: int  # rows of --chats that are learnt from
     validation: int  # rows of `written` that score candidates and are not trained on
     tokens: int  # in all answers of this run
     row_tokens: int  # in their rows, prompts included

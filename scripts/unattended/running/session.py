@@ -47,11 +47,10 @@ class AutoSettings(Settings):
     """The options of `headstart auto`."""
 
     prompts: str
-    chats: str
     batch_size: int
     max_new_tokens: int
     draft_window: str  # as of `headstart eval`; empty: none
-    traffic: str  # digest of the files `prompts` and `chats`, and of the target's
+    traffic: str  # digest of the file `prompts`, and of the target's
 
 
 @dataclass(frozen=True, kw_only=True)
