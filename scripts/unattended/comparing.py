@@ -6,7 +6,6 @@ it is better on new traffic and no worse on old rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from shlex import quote
 
 import torch
 
@@ -121,22 +120,11 @@ def compare(traffic: str, domain: str, drafted: Sequence[DraftedRow]) -> Compare
     )
 
 
-def decide_between(
-    compared: Sequence[Compared],
-    *,
-    target: str,
-    head: str,
-    new_head: str,
-    prompts: str,
-    engine: str,
-    adapter: str = "",
-    served: Sequence[ServedResult] = (),
-) -> Decision:
-    """Decides between the old head and the new one.
+def decide_between(compared: Sequence[Compared], served: Sequence[ServedResult] = ()) -> Decision:
+    """Decides between the old head and the new one, without the commands that carry it out.
 
     Args:
         compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
-        target, head, new_head, prompts, engine, adapter: for the commands.
         served: the new head beside the old one in the server; if there are any, they say which is better on new
             traffic.
     """
@@ -172,15 +160,9 @@ def decide_between(
         for part in compared
         if part.domain != ALL and part.interval[1] is not None and part.interval[1] < 1
     ]
-    if not (is_better and keeps):
-        return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
-    under = f"--adapter {quote(adapter)} " if adapter else ""
-    commands = [
-        f"headstart eval --target {quote(target)} {under}--drafter head:{quote(head)} --drafter head:{quote(new_head)} "
-        f"--prompts {quote(prompts)} --output EVAL",
-        f"headstart export {quote(new_head)} SERVED --to {engine} --target {quote(target)}",
-    ]
-    return Decision(True, "Deploy the new head", reasons, cautions, commands)
+    if is_better and keeps:
+        return Decision(True, "Deploy the new head", reasons, cautions)
+    return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
 
 
 def ratio_in_words(compared: Compared) -> str:

@@ -37,11 +37,6 @@ class ServedPlan:
     seconds: float
 
 
-def engine_words(settings: Settings) -> list[str]:
-    """What `headstart eval` is told of the server."""
-    return [*settings.engine.flags(), *(word for size in settings.concurrency for word in ("--concurrency", str(size)))]
-
-
 def why_not(settings: Settings) -> str:
     """Why no server of the engine is started here; empty: it may be."""
     engine = SERVER_ENGINES.get(settings.engine.name)
@@ -57,29 +52,28 @@ def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
     """Starts the engine's server, with look-ups and without, and asks it a little.
 
     Args: most: tokens of an answer, when heads are measured. Raises: SystemExit after a signal to stop."""
-    if problem := why_not(run.settings):
-        run.say(f"{problem}: decided by our own engine")
-        return ServerTrial(problem)
-    title, started = SERVER_ENGINES[run.settings.engine.name].title, run.clock.used
-    asked = ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
+    started, asked = run.clock.used, ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
-    what = f"trying {title}'s server"
-    report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
-    if problem:
-        return ServerTrial(problem)
-    results = read_served(Path(report)).results
-    sides = [side for one in results for side in (one.baseline, one.drafted)]
-    asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
-    serving = ServerTrial(
-        start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
-        tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
-    )
-    least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
-    if least <= SERVED_EVALUATION * run.settings.budget:
-        return serving
-    late = f"measuring in it takes {clock_text(least)} at least, more than {SERVED_EVALUATION:.0%} of the budget"
-    run.say(f"{late}: decided by our own engine")
-    return replace(serving, problem=late)
+    try:
+        if problem := why_not(run.settings):
+            raise BadInput(problem)
+        what = f"trying {SERVER_ENGINES[run.settings.engine.name].title}'s server"
+        report = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
+        results = read_served(report).results
+        sides = [side for one in results for side in (one.baseline, one.drafted)]
+        asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
+        serving = ServerTrial(
+            start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
+            tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
+        )
+        least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
+        if least > SERVED_EVALUATION * run.settings.budget:
+            share = f"more than {SERVED_EVALUATION:.0%} of the budget"
+            raise BadInput(f"measuring in it takes {clock_text(least)} at least, {share}")
+    except BadInput as error:
+        run.say(f"{error}: decided by our own engine")
+        return ServerTrial(str(error))
+    return serving
 
 
 def served_rate(serving: ServerTrial) -> float:
@@ -94,10 +88,12 @@ def measure_in_server(
 
     Args: drafters: as --drafter takes them. asked: which of the held-out rows, and how. seconds: expected."""
     what = f"measuring in {SERVER_ENGINES[run.settings.engine.name].title} on held-out prompts"
-    report, problem = served_report(run, what, drafters, asked, name="eval_served", seconds=seconds)
-    if problem:
-        run.journal.serving = replace(serving, problem=problem)
-    return report
+    try:
+        return str(served_report(run, what, drafters, asked, name="eval_served", seconds=seconds))
+    except BadInput as error:
+        run.say(f"{error}: nothing is decided in it")
+        run.journal.serving = replace(serving, problem=str(error))
+        return ""
 
 
 def served_report(
@@ -110,25 +106,20 @@ def served_report(
     repeats: int = REPEATS,
     seconds: float | None = None,
     until: float | None = None,
-) -> tuple[str, str]:
-    """The path of report.json of a measurement of held-out rows in the server, or why there is none."""
+) -> Path:
+    """The path of report.json of a measurement of held-out rows in the server. Raises: BadInput if there is none."""
     output, settings = run.folder / name, run.settings
-    arguments = ["eval", *engine_words(settings), "--target", settings.target]
+    arguments = ["eval", *settings.engine.flags(), "--target", settings.target]
     arguments += ["--adapter", settings.adapter] if settings.adapter else []
+    arguments += [word for size in settings.concurrency for word in ("--concurrency", str(size))]
     arguments += [word for drafter in drafters for word in ("--drafter", drafter)]
     arguments += ["--prompts", str(run.data / "held_out.jsonl"), "--repeats", str(repeats)]
-    try:
-        arguments += [*asked, "--output", str(output)]
-        record = run.step(what, arguments, name=name, seconds=seconds, until=until)
-        late = f"it had no answer in the {TRIAL:.0%} of the budget that are for trying it"
-        problem = late if record.stopped else f"it could not be measured: {record.last_line}"
-    except BadInput as error:
-        problem = str(error)
+    record = run.step(what, [*arguments, *asked, "--output", str(output)], name=name, seconds=seconds, until=until)
     report = output / "report.json"
-    if report.exists():
-        return str(report), ""
-    run.say(f"{problem}: decided by our own engine")
-    return "", problem
+    if not report.exists():
+        late = f"it had no answer in the {TRIAL:.0%} of the budget that are for trying it"
+        raise BadInput(late if record.stopped else f"it could not be measured: {record.last_line}")
+    return report
 
 
 def server_of(run: Session[Any, Any]) -> ServerTrial | None:

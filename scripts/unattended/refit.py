@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import torch
@@ -61,14 +62,10 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         """The old rows."""
         return read_traffic(self.settings.replay) if self.settings.replay else Traffic([], {}, 0)
 
-    @property
-    def replay(self) -> list[ServedChat]:
-        return self.old_traffic.rows
-
     @cached_property
     def sides(self) -> tuple[RowSplits, RowSplits]:
         """The new rows and the old ones, split; the same in every start."""
-        return split_traffic(self.traffic.rows, self.replay, seed=self.settings.seed)
+        return split_traffic(self.traffic.rows, self.old_traffic.rows, seed=self.settings.seed)
 
     @cached_property
     def rows(self) -> list[ServedChat]:
@@ -105,7 +102,7 @@ def find_rows(run: RefitRun) -> Found:
     for name, part in files.items():
         write_text(run.data / f"{name}.jsonl", as_json_lines(part))
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
-    found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
+    found = Found(len(traffic.rows), len(run.old_traffic.rows), *sizes, traffic.repeated, traffic.unread)
     run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
     for option, unread in (("--traffic", found.unread), ("--replay", run.old_traffic.unread)):
         for reason, count in list(unread.items())[:3]:
@@ -286,21 +283,25 @@ def serve_both(run: RefitRun, server: TargetServer) -> str:
 
 def decide(run: RefitRun) -> Decision:
     """Decides between the old head and the new one, by what the engine's server did with both where that is known."""
-    settings, journal = run.settings, run.journal
+    engine, journal = run.settings.engine, run.journal
     served = read_served(Path(journal.report)).results if journal.report else []
-    decision = decide_between(
-        journal.compared,
-        target=settings.target,
-        head=settings.head,
-        new_head=journal.trained,
-        adapter=settings.adapter,
-        prompts=str(run.data / "held_out.jsonl"),
-        engine="ENGINE" if settings.engine.is_ours else settings.engine.name,
-        served=served,
-    )
-    if settings.engine.is_ours or served:
+    decision = decide_between(journal.compared, served)
+    if decision.deploy:
+        decision.commands.extend(deploying(run.settings, journal.trained, prompts=run.data / "held_out.jsonl"))
+    if engine.is_ours or served:
         return decision
-    return without_server(decision, journal.serving, settings.engine.name)
+    return without_server(decision, journal.serving, engine.name)
+
+
+def deploying(settings: RefitSettings, new_head: str, *, prompts: Path) -> list[str]:
+    """The command lines that time both heads, and export the new one."""
+    target, engine = ["--target", settings.target], "ENGINE" if settings.engine.is_ours else settings.engine.name
+    adapter = ["--adapter", settings.adapter] if settings.adapter else []
+    heads = ["--drafter", f"head:{settings.head}", "--drafter", f"head:{new_head}"]
+    return [
+        join(["headstart", "eval", *target, *adapter, *heads, "--prompts", str(prompts), "--output", "EVAL"]),
+        join(["headstart", "export", new_head, "SERVED", "--to", engine, *target]),
+    ]
 
 
 def stages(server: TargetServer) -> list[Stage[RefitRun]]:
