@@ -95,7 +95,7 @@ def measure(run: AutoRun, server: TargetServer) -> Machine:
         few = f"{held_out} prompts are held out, fewer than the {LEAST_TIMED} batches that an interval needs"
         run.say(f"warning: --batch-size {size}: {few}: no gain can be proved")
     run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * run.settings.budget)
-    machine = server.reading(partial(measure_machine, run), run.load_target)
+    machine = server.reading(partial(measure_machine, run))
     if not machine.able:
         server.close()  # nothing is asked of it
     return machine

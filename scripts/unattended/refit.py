@@ -309,9 +309,9 @@ def stages(server: TargetServer) -> list[Stage[RefitRun]]:
     return [
         Stage("found", find_rows),
         Stage("serving", lambda run: try_server(run, most=SERVED_TOKENS), lambda run: not run.settings.engine.is_ours),
-        Stage("plan", lambda run: server.reading(partial(plan_training, run), run.load_target)),
+        Stage("plan", lambda run: server.reading(partial(plan_training, run))),
         Stage("trained", lambda run: train(run, server)),
-        Stage("compared", lambda run: server.reading(partial(compare_heads, run), run.load_target)),
+        Stage("compared", lambda run: server.reading(partial(compare_heads, run))),
         Stage("report", lambda run: serve_both(run, server), lambda run: server_of(run) is not None),
         Stage("decision", decide),
     ]

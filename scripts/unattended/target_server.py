@@ -205,7 +205,7 @@ class TargetServer:
             return None
         return target.to(self.run.settings.device)
 
-    def reading(self, find: Callable[[Target], T], load: Callable[[], Target]) -> T:
+    def reading(self, find: Callable[[Target], T]) -> T:
         """What is found by the target, without its layers, while the server reads for it; found again where that ended
         meanwhile. Where it gives no states it is ended, and the target loaded. Raises: BadInput, as `step`."""
         while (target := self.target()) is not None:
@@ -216,7 +216,7 @@ class TargetServer:
                     raise BadInput(self.problem) from None
         self.close()
         try:
-            return find(load())
+            return find(self.run.load_target())
         finally:
             release_memory()
 

@@ -154,8 +154,10 @@ def test_where_no_candidate_can_pay_nothing_is_trained(auto, machine_is, in_proc
 
 
 def test_an_engine_is_given_no_drafter_that_it_does_not_have(auto, machine_is, in_process):
+    """And fewer prompts than an interval needs batches of are said."""
     machine_is(medusa=2.5)
-    code, said, found = auto("--budget 6s --engine vllm")
+    code, said, found = auto("--budget 6s --engine vllm --batch-size 4")
+    assert "warning: --batch-size 4: 13 prompts are held out, fewer than the 4 batches" in said
     assert code == 0 and not in_process, said
     assert not found["decision"]["deploy"] and "none can pay" in said
 

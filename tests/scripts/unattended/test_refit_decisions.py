@@ -1,6 +1,8 @@
 """The decisions of `headstart refit`, from figures alone: what is held out, and what is offered."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from headstart.data_pipelines.rows.samples import Sample
 from headstart.data_pipelines.rows.traffic import ServedChat
 from headstart.data_pipelines.vocab import SIZE_STEP
 from headstart.engines.heads import HEADS, build_head
+from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.proof.lossless import LosslessReport
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
@@ -22,6 +25,7 @@ from headstart.scripts.unattended.refit import (
     MOST_EPOCHS,
     NUM_VALIDATIONS,
     RATE,
+    deploying,
     grown_vocabulary,
     planned_steps,
     training_of,
@@ -30,8 +34,6 @@ from headstart.scripts.unattended.running.journal import Compared
 from headstart.scripts.unattended.training import LEAST_STEPS, Pace
 
 SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
-
-NAMED: dict[str, Any] = {"target": "my model", "prompts": "run/data/held_out.jsonl", "engine": "vllm"}  # for commands
 
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
@@ -96,19 +98,25 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
     ],
 )
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
-    decision = decide_between([new, *([old] if old else [])], head="a", new_head="b c", **NAMED)
+    decision = decide_between([new, *([old] if old else [])])
     assert decision.deploy == is_offered
     if not is_offered:
         assert decision.headline == (FORGETS if "a loss of" in said else STAYS)
     assert any(said in line for line in [*decision.reasons, *decision.cautions])
-    assert any("head:'b c'" in command for command in decision.commands) == is_offered
-    assert all(" --target 'my model'" in command for command in decision.commands)
 
 
 def test_a_domain_on_which_it_is_worse_is_told():
     worse = side("new", 0.9, 0.85, 0.95, domain="poems")
-    decision = decide_between([side("new", 1.2, 1.1, 1.3), worse], head="a", new_head="b", **NAMED)
+    decision = decide_between([side("new", 1.2, 1.1, 1.3), worse])
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
+
+
+def test_what_deploys_the_new_head_is_quoted_and_names_the_adapter():
+    how = {"target": "my model", "head": "a", "adapter": "loras/sql", "engine": EngineSetting(name="vllm")}
+    settings: Any = SimpleNamespace(**how)
+    timing, exporting = deploying(settings, "b c", prompts=Path("held_out.jsonl"))
+    assert " --target 'my model' --adapter loras/sql --drafter head:a --drafter 'head:b c' " in timing
+    assert exporting == "headstart export 'b c' SERVED --to vllm --target 'my model'"
 
 
 @pytest.mark.parametrize("candidate", find_candidates(), ids=lambda candidate: candidate.name)
@@ -159,10 +167,10 @@ def test_the_server_says_which_head_is_better_where_it_was_asked(ends, deploys):
         )
         for i, pair in enumerate(ends)
     ]
-    decision = decide_between(compared, head="OLD", new_head="NEW", served=served, **NAMED)
+    decision = decide_between(compared, served)
     assert decision.deploy == deploys
     bad = replace(served[0], texts=TextCheck(LosslessReport(12, 11, 0, 1), 12, 0))
-    wrong = decide_between(compared, head="OLD", new_head="NEW", served=[bad, *served[1:]], **NAMED)
+    wrong = decide_between(compared, [bad, *served[1:]])
     assert not wrong.deploy and any("not the target's own" in one for one in wrong.cautions)
     assert decision.reasons[0].startswith("vLLM with head NEW, 4 drafts, beside head OLD: 1 at a time: ")
     assert "leave drafts off" not in decision.reasons[0]
