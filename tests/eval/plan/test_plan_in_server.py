@@ -69,8 +69,12 @@ def test_the_best_forecast_is_measured_and_its_error_shown():
 
 
 def test_sglang_reads_forwards_per_second_and_k_by_batch_size():
-    cells = [ServedCell(2, 1, 2.0, 10, 20.0, measured_speedup=1.5), ServedCell(4, 1, 2.5, 10, 25.0, measured_speedup=0.9),
-             ServedCell(2, 8, 2.0, 10, 40.0, measured_speedup=1.1), ServedCell(3, 8, 2.0, 10, 1.0, 1.2)]  # fmt: skip
+    cells = [
+        ServedCell(2, 1, 2.0, 10, 20.0, measured_speedup=1.5),
+        ServedCell(4, 1, 2.5, 10, 25.0, measured_speedup=0.9),
+        ServedCell(2, 8, 2.0, 10, 40.0, measured_speedup=1.1),
+        ServedCell(3, 8, 2.0, 10, 1.0, 1.2),
+    ]
     table = steps_per_second(cells)
     assert table == {
         "sample_batch_tokens": [3, 5, 24],
