@@ -5,6 +5,10 @@ import shutil
 from itertools import product
 
 import pytest
+import yaml
+from drafted import untrained
+from headstart.engines.heads import save_head
+from headstart.targets.target import Target
 
 TARGET = "{target}"
 EVAL = f"eval --target {TARGET} --output {{out}}"
@@ -164,11 +168,10 @@ def refuse_to_load(monkeypatch):
         monkeypatch.setattr(f"headstart.targets.{reads}", load)
 
 
-@pytest.mark.parametrize(("line", "named"), CASES)
-def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
-    line, named, headstart, saved_target, head_folder, run_config, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def world(saved_target, tmp_path_factory):
+    """A folder with what the commands name."""
+    folder = tmp_path_factory.mktemp("world")
     good = {"messages": [{"role": "user", "content": "w1 w5"}, {"role": "assistant", "content": "w7"}]}
     files = {
         "good": [good],
@@ -178,41 +181,57 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
         "three": many[:3],
     }
     for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text("{}")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "thesis.txt").write_text("mine")
-    older = tmp_path / "older"
-    shutil.copytree(head_folder, older)
-    config = json.loads((older / "config.json").read_text())
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "small").mkdir()
+    (folder / "small" / "config.json").write_text("{}")
+    (folder / "taken").mkdir()
+    (folder / "taken" / "thesis.txt").write_text("mine")
+    head = save_head(untrained("medusa", Target.load(saved_target)), folder / "head")
+    config = json.loads((shutil.copytree(head, folder / "older") / "config.json").read_text())
     config["headstart"]["head"]["dpace"] = True
-    (older / "config.json").write_text(json.dumps(config))
+    (folder / "older" / "config.json").write_text(json.dumps(config))
+    train = {"max_steps": 3, "batch_size": 2, "device": "cpu", "output_dir": "unused"}
+    data, head = {"train": str(saved_target.with_name("rows.jsonl"))}, {"type": "medusa", "num_depths": 3}
+    run = {"target": {"path": str(saved_target)}, "head": head, "data": data, "train": train}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    return folder
+
+
+@pytest.fixture
+def refused(headstart, saved_target, world, tmp_path, monkeypatch):
+    """refused("eval ..."): what a command says on stderr that ends with exit code 2, loads no target, says nothing on
+    stdout and writes no folder; by lines."""
+    monkeypatch.chdir(world)
     refuse_to_load(monkeypatch)
-    places = {"target": saved_target, "out": tmp_path / "out", "run": run_config(), "head": head_folder}
-    code, out, err = headstart(line.format(**places))
-    said = [one for one in err.splitlines() if one.startswith("headstart: ")]
-    assert code == 2 and len(said) == 1 and named in said[0], err
-    assert not out and err.endswith(f"{said[0]}\n"), "behind what was going on"
-    assert not (tmp_path / "out").exists() and [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+    places = {"target": saved_target, "out": tmp_path / "out", "run": world / "run.yaml", "head": world / "head"}
+
+    def call(line):
+        code, out, err = headstart(line.format(**places))
+        assert code == 2 and out == "" and not (tmp_path / "out").exists(), err
+        assert [path.name for path in (world / "taken").iterdir()] == ["thesis.txt"]
+        return err.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize(("line", "named"), CASES)
+def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(line, named, refused):
+    said = refused(line)
+    assert [one for one in said if one.startswith("headstart: ")] == said[-1:], "behind what was going on"
+    assert named in said[-1]
 
 
 @pytest.mark.parametrize(("line", "option"), [(line, one) for line, every in OUT_OF_RANGE.items() for one in every])
-def test_a_number_out_of_range_is_refused_at_once(line, option, headstart, run_config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.jsonl").write_text('{"prompt": "w1 w5"}\n')
-    places = {"target": "gone", "out": tmp_path / "out", "run": run_config(), "head": "gone"}
-    code, out, err = headstart(f"{line.format(**places)} {option}")
-    name, said = option.partition(" ")[0], err.splitlines()[-1]
-    assert code == 2 and out == "" and not (tmp_path / "out").exists()
+def test_a_number_out_of_range_is_refused_at_once(line, option, refused):
+    name, said = option.partition(" ")[0], refused(f"{line} {option}")[-1]
     starts = (f"Error: Invalid value for '{name}': ", f"headstart: {name} ", f"headstart: {name[2:]} ")
     assert said.startswith(starts), "a number that is none is ours to refuse, where the typer takes it"
 
 
-def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, run_config, tmp_path, monkeypatch):
-    line = f"train {run_config()} train.output_dir={tmp_path / 'run'}"
+def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, world, tmp_path, monkeypatch):
+    line = f"train {world / 'run.yaml'} train.output_dir={tmp_path / 'run'}"
     assert headstart(line)[0] == 0
     refuse_to_load(monkeypatch)
     code, _, err = headstart(f"{line} train.seed=1")
