@@ -61,7 +61,7 @@ def doctor(
     elif gpus or memory or engine_args:
         raise BadInput("--gpus, --memory and --engine-args go with --target")
     else:
-        paths = [find(config)] if config else shipped_configs()
+        paths = [find(config)] if config else shipped("accelerate/*.yaml")
         can_run = show_launches(paths, machine, num_processes=num_processes, cpu=cpu, console=console) or not config
     if not can_run:
         raise typer.Exit(1)
@@ -82,7 +82,6 @@ class LocalMachine:
     gloo: bool
     compiler: str | None  # path, as of ninja
     ninja: str | None
-    shm_op: bool  # whether DeepSpeed's operation for processes on CPUs is built
     versions: dict[str, str | None]  # of packages; None: not installed
 
 
@@ -119,17 +118,13 @@ def show_launches(
     return can_run
 
 
-def shipped_configs() -> list[Path]:
-    return shipped("accelerate/*.yaml")
-
-
 def find(name: str) -> Path:
     """The whole path of a launch config, named by a path, here or in the package, or by name. Raises BadInput."""
-    for path in [Path(name), *shipped_configs()]:
+    known = shipped("accelerate/*.yaml")
+    for path in [Path(name), *known]:
         if path.is_file() and (path == Path(name) or path.stem == name or path.as_posix().endswith(f"/{name}")):
             return path.absolute()
-    known = ", ".join(path.stem for path in shipped_configs())
-    raise BadInput(f"{name}: no such launch config; shipped are {known}")
+    raise BadInput(f"{name}: no such launch config; shipped are {', '.join(path.stem for path in known)}")
 
 
 def read_launch(path: Path) -> LaunchConfig:
@@ -150,7 +145,7 @@ def missing(
     problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
     cores, num_gpus, is_many = machine.num_cores, len(machine.gpus), num_local > 1
     is_zero = launch.kind == "DEEPSPEED"
-    compiles = is_zero and on_cpu and not machine.shm_op  # an operation at the first start; none on GPUs
+    compiles = is_zero and on_cpu  # an operation at the first start; none on GPUs
     no_nccl = machine.cuda is not None and machine.nccl is None
     checks = [
         (on_cpu and num_local > cores, f"{num_local} processes on {cores} cores: --num-processes {cores}"),
@@ -199,21 +194,12 @@ def this_machine() -> LocalMachine:
         gloo=dist.is_available() and dist.is_gloo_available(),
         compiler=shutil.which("g++") or shutil.which("c++"),
         ninja=shutil.which("ninja"),
-        shm_op=is_shm_op_built(),
         versions={name: version(name) for name in PACKAGES},
     )
 
 
-def is_shm_op_built() -> bool:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    folder = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
-    return any(folder.glob("*.so"))
-
-
 def facts_table(machine: LocalMachine) -> Table:
     gpus = [f"{name}, {size / 2**30:.0f} GiB" for name, size in machine.gpus]
-    built = "built" if machine.shm_op else "compiled at the first start of DeepSpeed on CPUs, one to five minutes"
     facts = {
         "cores": str(machine.num_cores),
         "memory": f"{machine.memory / 2**30:.0f} GiB",
@@ -223,7 +209,6 @@ def facts_table(machine: LocalMachine) -> Table:
         "gloo (CPUs)": "yes" if machine.gloo else "no",
         "C++ compiler": machine.compiler or "none on PATH",
         "ninja": machine.ninja or "none on PATH",
-        "shm_comm": built,
         **{name: number or "not installed" for name, number in machine.versions.items()},
     }
     table = Table("this machine", "")

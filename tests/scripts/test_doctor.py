@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headstart.configs.loader import shipped
 from headstart.heads.stored.fit import HeadSize, TargetSize
 from headstart.scripts import doctor as module
 from headstart.scripts.cli import app
@@ -19,7 +20,6 @@ from headstart.scripts.doctor import (
     find,
     missing,
     read_launch,
-    shipped_configs,
 )
 from headstart.scripts.heads_command import in_bytes
 from headstart.scripts.training_ways import ServerSize, Ways
@@ -28,6 +28,7 @@ from headstart.targets.skeleton import load_skeleton
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+SHIPPED = shipped("accelerate/*.yaml")
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "deepspeed": "0.19.8"}
 NO_DEEPSPEED = {**VERSIONS, "deepspeed": None}
 CPU = LocalMachine(
@@ -39,7 +40,6 @@ CPU = LocalMachine(
     gloo=True,
     compiler="/usr/bin/g++",
     ninja="/usr/bin/ninja",
-    shm_op=False,
     versions=dict(VERSIONS),
 )
 NODE = replace(CPU, num_cores=128, gpus=(("H200", 141 * 2**30),) * 8, cuda="13.0", nccl="2.29.3")
@@ -50,7 +50,7 @@ def lacking(name, machine, **how):
 
 
 def test_a_node_of_eight_gpus_runs_every_shipped_config():
-    assert all(not missing(read_launch(path), NODE) for path in shipped_configs())
+    assert all(not missing(read_launch(path), NODE) for path in SHIPPED)
 
 
 def test_a_cpu_runs_one_process_and_says_what_the_others_need():
@@ -77,12 +77,8 @@ def test_what_is_missing_is_named(change, name, how, problem):
     assert lacking(name, replace(NODE, **change), **how) == [problem]
 
 
-def test_a_built_operation_needs_no_compiler():
-    assert not lacking("zero2", replace(NODE, compiler=None, ninja=None, shm_op=True), cpu=True)
+def test_nothing_is_missing_that_is_not_needed():
     assert not lacking("zero2", replace(NODE, compiler=None, ninja=None)), "torch's optimizers need none on GPUs"
-
-
-def test_two_gpus_run_two_processes():
     assert not lacking("ddp", replace(NODE, gpus=NODE.gpus[:2]), num_processes=2)
 
 
@@ -101,7 +97,7 @@ def doctor(headstart, monkeypatch):
 def test_the_exit_code_is_that_of_the_config_asked_for(doctor, tmp_path):
     code, out, _ = doctor()
     assert code == 0 and "none on PATH" not in out and "torch is built without it" in out
-    assert all(path.stem in out for path in shipped_configs())
+    assert all(path.stem in out for path in SHIPPED)
     assert doctor("configs/accelerate/cpu.yaml")[0] == doctor("cpu")[0] == 0
     code, out, _ = doctor("configs/accelerate/zero3.yaml")
     assert code == 1 and "8 GPUs" in out
@@ -123,7 +119,7 @@ def test_the_command_for_cpus_is_whole_and_starts_as_many_processes(doctor):
     )
 
 
-@pytest.mark.parametrize("named", [path.stem for path in shipped_configs()])
+@pytest.mark.parametrize("named", [path.stem for path in SHIPPED])
 def test_the_printed_command_finds_its_launch_config_from_any_folder(doctor, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, _ = doctor(named)
