@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..base.errors import BadInput
 from ..configs.loader import read_config, shipped
-from .evaluating.engine_options import EngineArgs, check_numbers
+from .evaluating.engine_options import check_numbers
 
 USUAL = 80e9  # bytes of a GPU, where none is here or named
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -33,7 +33,6 @@ def doctor(
     memory: Annotated[
         float, typer.Option(help="With --target: GB of each.", min=0, max=1e6, show_default="this one's, or 80")
     ] = 0.0,
-    engine_args: EngineArgs = "",
 ) -> None:
     """Show what this machine can launch, and what is missing; or what training for a target takes.
 
@@ -57,9 +56,9 @@ def doctor(
         num, size = gpus or len(machine.gpus) or 1, memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=USUAL)
         if not machine.gpus and not (gpus and memory):
             console.print(f"no GPU here: counted for {num} of {size / 1e9:.0f} GB; --gpus and --memory name others")
-        can_run = show_ways(target, num_gpus=num, memory=size, engine_args=engine_args, console=console)
-    elif gpus or memory or engine_args:
-        raise BadInput("--gpus, --memory and --engine-args go with --target")
+        can_run = show_ways(target, num_gpus=num, memory=size, console=console)
+    elif gpus or memory:
+        raise BadInput("--gpus and --memory go with --target")
     else:
         paths = [find(config)] if config else shipped("accelerate/*.yaml")
         can_run = show_launches(paths, machine, num_processes=num_processes, cpu=cpu, console=console) or not config
@@ -113,8 +112,6 @@ def show_launches(
     console.print(table)
     for launch in launches:
         console.print(f"{launch.path.stem}: {launch_command(launch)}", soft_wrap=True, highlight=False, markup=False)
-    for command in filter(None, (cpu_command(launch, machine) for launch in launches)):
-        console.print(f"without GPUs: {command}", soft_wrap=True, highlight=False, markup=False)
     return can_run
 
 
@@ -160,20 +157,9 @@ def missing(
     return problems + [problem for is_missing, problem in checks if is_missing]
 
 
-def cpu_command(launch: LaunchConfig, machine: LocalMachine) -> str:
-    """What starts two processes on CPUs, over gloo, on a machine with too few GPUs; empty where it cannot, or need not.
-
-    Not with `accelerate launch --cpu`, which starts one process.
-    """
-    is_single = launch.kind == "NO" or launch.num_nodes > 1
-    if is_single or len(machine.gpus) or missing(launch, machine, num_processes=2, cpu=True):
-        return ""
-    return launch_command(launch, "--num_processes 2 ")
-
-
-def launch_command(launch: LaunchConfig, more: str = "") -> str:
+def launch_command(launch: LaunchConfig) -> str:
     """What starts a run by a launch config from any folder: accelerate finds a file by its whole path alone."""
-    return f"accelerate launch --config_file {shlex.quote(str(launch.path))} {more}-m headstart.train CONFIG"
+    return f"accelerate launch --config_file {shlex.quote(str(launch.path))} -m headstart.train CONFIG"
 
 
 def this_machine() -> LocalMachine:
