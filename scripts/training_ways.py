@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True)
 class ServerSize:
-    """Roughly the bytes that vLLM takes: of the weights, as stored, and of keys and values of as many rows as it is asked
+    """Roughly the bytes that vLLM takes: of the weights, as stored, and of keys and values of the rows that it is asked
     for at once, both in parts on its GPUs; and of these rows' states, on the first."""
 
     weights: int

@@ -42,7 +42,7 @@ def answer(run: AutoRun, server: TargetServer) -> AnswerCounts:
 
     A head learns more from several answers to a prompt than from reading one of them many times.
 
-    Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
+    Raises: BadInput if there are too few answers.
     """
     passes = [run.folder / (f"answers-{number}" if number > 1 else "answers") for number in range(1, PER_PROMPT + 1)]
     for number, folder in enumerate(passes):
@@ -66,7 +66,7 @@ def ask(run: AutoRun, server: TargetServer, folder: Path, *, seed: int) -> None:
     """Have the prompts answered once, for as long as there is time, by the engine's server or by our own engine.
 
     Args: seed: of sampling; 0: greedily.
-    Raises: BadInput if answering does not start; SystemExit after a signal to stop.
+    Raises: BadInput if answering does not start.
     """
     settings, machine, until = run.settings, run.machine, run.journal.answers_until
     temperature = TEMPERATURE if seed else 0

@@ -134,7 +134,7 @@ def evaluate(run: AutoRun) -> str:
     """Measures on held-out prompts: the head and look-ups in the engine's server where one can be started; in our own
     engine also both together. Returns the path of report.json; empty if the server failed, as the journal then says.
 
-    Raises: BadInput if our own engine fails; SystemExit after a signal to stop.
+    Raises: BadInput if our own engine fails.
     """
     evaluation, settings, head = known(run.journal.evaluation), run.settings, head_of(run)
     length, seconds = evaluation.num_draft_tokens, evaluation_seconds(run)
@@ -234,8 +234,8 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
         return Decision(False, advice.headline, advice.reasons, advice.cautions)
     drafter, length = specification(best, head, answers_to_look_up(run)), best.num_draft_tokens
     if settings.engine.is_ours:  # which has no server: in another
-        how = {"target": settings.target, "window": settings.draft_window}
-        commands = how_to_serve(drafter, length, has_tree=False, **how)
+        window = settings.draft_window
+        commands = how_to_serve(drafter, length, has_tree=False, target=settings.target, window=window)
     else:
         commands = served_commands(run, length, head)
     return Decision(

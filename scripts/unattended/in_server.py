@@ -51,7 +51,7 @@ def why_not(settings: Settings) -> str:
 def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
     """Starts the engine's server, with look-ups and without, and asks it a little.
 
-    Args: most: tokens of an answer, when heads are measured. Raises: SystemExit after a signal to stop."""
+    Args: most: tokens of an answer, when heads are measured."""
     started, asked = run.clock.used, ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
     try:

@@ -301,8 +301,6 @@ def measure_step(
         train: the `train` section of a run config.
         text: token ids to fill the rows with, repeated as often as needed.
         row_length: tokens per row.
-
-    Raises: SystemExit after a signal to stop.
     """
     pack_linears(target.base)  # as training does
     config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})

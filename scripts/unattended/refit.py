@@ -152,8 +152,8 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
         num_rows=len(run.rows),
         batch_size=section["batch_size"],
     )
-    num_new = len(new.rest)
-    return TrainingPlan(steps, step, num_new, len(run.rows) - num_new, round(until, 1), size, row_seconds)
+    num_new, dtype = len(new.rest), str(target.dtype).removeprefix("torch.")
+    return TrainingPlan(steps, step, num_new, len(run.rows) - num_new, round(until, 1), size, row_seconds, dtype)
 
 
 def typical_row(samples: Sequence[Sample]) -> list[int]:
@@ -202,39 +202,29 @@ def training_of(config: HeadConfig) -> dict[str, Any]:
 
 
 def write_config(run: RefitRun) -> Path:
-    """Writes refit.yaml, the config of the training on the rows in data/, unless it is there; returns its path."""
-    path, settings, plan = run.folder / "refit.yaml", run.settings, known(run.journal.plan)
-    if path.exists():
-        return path
-    config = run.config
-    files = {"train": str(run.data / "train.jsonl"), "max_length": settings.max_length}
-    train = {
-        **training_of(config),
-        "output_dir": str(run.folder / "training"),
-        "start_from": settings.head,
-        "max_steps": plan.max_steps,
-        "warmup_steps": min(WARMUP, plan.max_steps - 1),
-    }
-    if run.sides[0].validation:
-        files["validation"] = str(run.data / "validation.jsonl")
-        every = max(plan.max_steps // NUM_VALIDATIONS, 1)
-        train |= {"validate_every": every, "patience": PATIENCE, "decode_prompts": 0}
-    write_run(
-        path,
-        settings,
-        head={**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
-        data=files,
-        train=train,
-        dtype=settings.dtype,
-        step_seconds=plan.step_seconds,
-    )
+    """Writes refit.yaml, the config of the training, unless it is there; returns its path."""
+    path, settings, plan, config = run.folder / "refit.yaml", run.settings, known(run.journal.plan), run.config
+    if not path.exists():
+        train = {
+            **training_of(config),
+            "output_dir": str(run.folder / "training"),
+            "start_from": settings.head,
+            "max_steps": plan.max_steps,
+            "warmup_steps": min(WARMUP, plan.max_steps - 1),
+            "validate_every": max(plan.max_steps // NUM_VALIDATIONS, 1),
+            "patience": PATIENCE,
+            "decode_prompts": 0,
+        }
+        head = {**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size}
+        length, seconds = settings.max_length, plan.step_seconds
+        write_run(path, run, head=head, train=train, max_length=length, dtype=plan.dtype, step_seconds=seconds)
     return path
 
 
 def train(run: RefitRun, server: TargetServer) -> str:
     """Trains a head, starting from the old one; returns its folder.
 
-    Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
+    Raises: BadInput if there is no head at the end.
     """
     plan, config = known(run.journal.plan), write_config(run)
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"

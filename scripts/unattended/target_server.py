@@ -103,7 +103,7 @@ class TargetServer:
     def url(self, left: float) -> str:
         """The address of the server, which is started unless it runs. Args: left: seconds for what it is asked for.
 
-        Raises: BadInput if it does not start in that time; SystemExit after a signal to stop."""
+        Raises: BadInput if it does not start in that time."""
         if self.process is None:
             serving, self.until = server_of(self.run), self.run.clock.used + left
             what = "states" if self.gives_states else "answers"
@@ -162,7 +162,7 @@ class TargetServer:
 
     def keep(self) -> bool:
         """Called while it is asked: starts it again, at its address, where it has ended. Returns whether that was not
-        needed or helped; else `problem` says what is wrong. Raises: SystemExit after a signal to stop."""
+        needed or helped; else `problem` says what is wrong."""
         ended = None if self.process is None else self.process.is_gone()
         if self.process is None or ended is None:
             return True

@@ -17,7 +17,7 @@ from .candidates import Candidate, find_candidates
 from .machine import predict_length
 from .running.clock import TRAINED
 from .running.journal import AnswerCounts, Measured, Score, known
-from .running.session import AutoRun, Settings
+from .running.session import AutoRun, Session
 from .running.steps import StepRecord
 from .target_server import TargetServer
 
@@ -51,15 +51,16 @@ def steps_in(seconds: float, pace: Pace, *, validating: float = 0.0) -> int:
 
 def write_run(
     path: Path,
-    settings: Settings,
+    run: Session[Any, Any],
     *,
     head: dict[str, Any],
-    data: dict[str, Any],
     train: dict[str, Any],
+    max_length: int,
     dtype: str,
     step_seconds: float,
 ) -> None:
-    """Writes the run config of a training. Args: train: what is not the same in all of them."""
+    """Writes the run config of a training on the rows in data/. Args: train: what is not the same in all of them."""
+    settings = run.settings
     same = {
         "precision": "bf16" if dtype == "bfloat16" else "fp32",
         "seed": settings.seed,
@@ -70,7 +71,12 @@ def write_run(
     config = {
         "target": {"path": settings.target, "adapter": settings.adapter or None, "dtype": dtype},
         "head": head,
-        "data": {**data, "layout": "bucketed"},
+        "data": {
+            "train": str(run.data / "train.jsonl"),
+            "validation": str(run.data / "validation.jsonl"),
+            "max_length": max_length,
+            "layout": "bucketed",
+        },
         "train": {**same, **train},
     }
     write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -168,17 +174,16 @@ class Learner:
 
     def _training(self, file: str, train: dict[str, Any], *, seconds: float) -> list[str]:
         """Arguments of a training by configs/FILE.yaml, which is written unless it is there."""
-        config, answers, rows = self.run.folder / "configs" / f"{file}.yaml", self.answers, self.run.data
+        config, answers = self.run.folder / "configs" / f"{file}.yaml", self.answers
         if not config.exists():
-            files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
             decoding = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
             decoding["decode_window"] = self.run.settings.draft_window
             write_run(
                 config,
-                self.run.settings,
+                self.run,
                 head=self.candidate.with_vocabulary(answers.draft_vocab_size).head.as_dict(),
-                data={**files, "max_length": answers.max_length},
                 train={**self.candidate.train, **decoding, **train},
+                max_length=answers.max_length,
                 dtype=self.run.machine.dtype,
                 step_seconds=self.pace.step,
             )

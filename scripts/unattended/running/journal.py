@@ -255,6 +255,7 @@ class TrainingPlan:
     until: float  # second of the budget at which training ends
     draft_vocab_size: int | None  # of the new head; null: all tokens
     row_seconds: float  # in which both heads read a row
+    dtype: str  # of the target
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ class Session(Generic[S, J]):
     def load_target(self) -> Target:
         """The target, with the adapter that serves."""
         settings, began = self.settings, time.monotonic()
-        how = {"dtype": settings.dtype, "device": settings.device, "adapter": settings.adapter or None}
-        target = Target.load(settings.target, **how)
+        adapter = settings.adapter or None
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
         self.load_seconds = time.monotonic() - began
         return target
 
@@ -176,10 +176,7 @@ R = TypeVar("R", bound=Session)
 
 @dataclass(frozen=True)
 class Stage(Generic[R]):
-    """A part of a run, which finds the value of a field of the journal.
-
-    find: raises BadInput on what the user can correct, and SystemExit after a signal to stop.
-    """
+    """A part of a run, which finds the value of a field of the journal; `find` may raise BadInput."""
 
     field: str
     find: Callable[[R], Any]
