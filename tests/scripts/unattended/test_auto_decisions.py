@@ -123,24 +123,18 @@ def test_time_that_was_used_before_a_kill_counts(tmp_path):
     assert Clock(tmp_path / "clock.json", 100).used < 1, "a damaged note costs no more than the note"
 
 
-def test_a_position_that_was_never_reached_adds_nothing_and_further_ones_are_like_the_last():
-    costs = [RoundCost(1, 1.0), RoundCost(5, 1.0)]
-    assert predict_length([0.5, None, 0.9], costs) == (1, 1.5)
-    assert predict_length([0.5], costs) == (5, round(sum(0.5**k for k in range(6)), 4))
-
-
-def test_costs_between_measured_lengths_lie_between_them():
-    assert predict_length([1.0, 1.0, 1.0, 0.0], [RoundCost(1, 1.2), RoundCost(5, 2.0)]) == (3, 4 / 1.6)
-
-
-def test_the_longest_chain_is_not_the_best_where_drafts_cost():
-    assert predict_length([0.6, 0.5, 0.4], [RoundCost(1, 1.1), RoundCost(3, 2.5)])[0] == 1
-    assert predict_length([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)])[0] == 3
-
-
-def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training():
-    assert predict_length([GENEROUS], [RoundCost(1, 2.0), RoundCost(5, 5.0)])[1] < 1
-    assert predict_length([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
+@pytest.mark.parametrize(
+    ("rates", "costs", "expected"),
+    [
+        ([0.5, None, 0.9], {1: 1.0, 5: 1.0}, (1, 1.5)),  # a position that was never reached adds nothing
+        ([0.5], {1: 1.0, 5: 1.0}, (5, 1.9688)),  # further ones are like the last
+        ([1.0, 1.0, 1.0, 0.0], {1: 1.2, 5: 2.0}, (3, 4 / 1.6)),  # costs lie between those of measured lengths
+        ([0.6, 0.5, 0.4], {1: 1.1, 3: 2.5}, (1, 1.4545)),  # where drafts cost the longest chain is not the best
+        ([GENEROUS], {1: 2.0, 5: 5.0}, (1, 0.9)),  # what cannot pay is known before training
+    ],
+)
+def test_the_chain_with_the_highest_predicted_speedup_is_found(rates, costs, expected):
+    assert predict_length(rates, [RoundCost(*cost) for cost in costs.items()]) == expected
 
 
 def test_rungs_halve_until_one_is_left():
@@ -254,19 +248,11 @@ def test_without_time_for_all_the_one_that_usually_saves_most_is_trained():
     assert starting_candidates(ranked, paces, 340.0) == ["eagle3"]
 
 
-def test_every_family_of_the_registry_is_a_candidate():
+def test_every_family_is_a_candidate_with_its_own_config_where_it_has_no_options(monkeypatch):
     assert {candidate.head.type for candidate in find_candidates()} == set(HEADS)
-
-
-def test_a_family_without_options_is_taken_as_its_own_config_has_it(monkeypatch):
     monkeypatch.setattr(candidates, "shipped", lambda pattern: [])
     found = {candidate.name: candidate for candidate in find_candidates()}
     assert set(found) == set(HEADS) and not any(candidate.cuts_vocabulary for candidate in found.values())
-
-
-def test_a_vocabulary_is_cut_only_for_those_that_offer_it():
-    offered = {candidate.name: candidate.with_vocabulary(512).head.draft_vocab_size for candidate in find_candidates()}
-    assert set(offered.values()) == {512, None}
 
 
 def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
@@ -274,6 +260,8 @@ def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
         {c.head.type for c in find_candidates(engine) if c.cuts_vocabulary} for engine in ("headstart", "vllm")
     )
     assert {"eagle", "medusa", "mtp"} <= ours and vllm == {"eagle3", "block"}
+    offered = {candidate.name: candidate.with_vocabulary(512).head.draft_vocab_size for candidate in find_candidates()}
+    assert set(offered.values()) == {512, None}
 
 
 @pytest.mark.parametrize(("device", "markov_rank"), [("cpu", 0), ("cuda", 64)])

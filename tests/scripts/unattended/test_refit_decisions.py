@@ -29,9 +29,11 @@ from headstart.scripts.unattended.refit import (
     grown_vocabulary,
     planned_steps,
     training_of,
+    write_config,
 )
-from headstart.scripts.unattended.running.journal import Compared
+from headstart.scripts.unattended.running.journal import Compared, TrainingPlan
 from headstart.scripts.unattended.training import LEAST_STEPS, Pace
+from headstart.train.inputs.config import load_run
 
 SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
 
@@ -117,6 +119,17 @@ def test_what_deploys_the_new_head_is_quoted_and_names_the_adapter():
     timing, exporting = deploying(settings, "b c", prompts=Path("held_out.jsonl"))
     assert " --target 'my model' --adapter loras/sql --drafter head:a --drafter 'head:b c' " in timing
     assert exporting == "headstart export 'b c' SERVED --to vllm --target 'my model'"
+
+
+def test_the_head_learns_on_in_the_precision_in_which_its_steps_were_timed(tmp_path):
+    """That of the target, also where its dtype was left to its file."""
+    settings = SimpleNamespace(target="T", adapter="", dtype="auto", device="cuda", seed=0, head="H", max_length=64)
+    plan = TrainingPlan(20, 0.5, 10, 0, 60.0, None, 0.1, "bfloat16")
+    config = HEADS["eagle3"].config_class(type="eagle3")
+    how = {"folder": tmp_path, "data": tmp_path, "settings": settings, "config": config}
+    run: Any = SimpleNamespace(journal=SimpleNamespace(plan=plan), **how)
+    written = load_run(write_config(run))
+    assert (written.train.precision, written.target.dtype) == ("bf16", "bfloat16")
 
 
 @pytest.mark.parametrize("candidate", find_candidates(), ids=lambda candidate: candidate.name)
