@@ -60,31 +60,9 @@ def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machi
 
 
 @pytest.mark.slow
-def test_a_trained_head_is_decided_on_in_the_server(auto, machine_is, python, in_process, monkeypatch, tmp_path):
-    """And is trained there from the states that the server gives: no training loads the target's layers."""
-    machine_is(eagle3=1.2, medusa=1.3)
-    loading, load = list[str](), Target.load
-    verb = lambda: in_process[-1][0] if in_process else ""  # noqa: E731
-    monkeypatch.setattr(Target, "load", lambda *args, **how: (loading.append(verb()), load(*args, **how))[1])
-    line = "--budget 40s --max-new-tokens 12 --engine vllm --concurrency 1 --concurrency 3"
-    said, found = auto(f"{line} --engine-python {python}")
-    report = json.loads((tmp_path / "auto" / "eval_served" / "report.json").read_text())
-    assert [(one["drafter"].split(":")[0].split(" ")[0], one["load"]["concurrency"]) for one in report["served"]] == [
-        ("head", 1), ("head", 3), ("ngram", 1), ("ngram", 3),
-    ]  # fmt: skip
-    assert found["decision"]["deploy"] and "in vLLM" in found["decision"]["headline"], said
-    assert not (tmp_path / "auto" / "eval").exists(), "our engine decides nothing"
-    trainings = [words for words in in_process if words[0] == "train"]
-    urls = {word for words in in_process for word in words if word.startswith("engine.server=")}
-    assert len(trainings) == 3 and "train" not in loading and len(urls) == 1, "one server for answers and states"
-    assert all(urls <= set(words) and "engine.name=vllm" in words for words in trainings)
-    assert found["trained"]["score"]["acceptance_length"] >= 1 and not (tmp_path / "auto" / "states").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_adapted", [False, True])
 def test_no_process_of_ours_holds_a_layer_of_a_target_that_the_server_has(
-    is_adapted, auto, python, chat_target, lora, in_process, monkeypatch
+    is_adapted, auto, python, chat_target, lora, in_process, monkeypatch, tmp_path
 ):
     """Candidates are measured by the server's rates and the first steps from its states, and trained from these; under
     an adapter, by whose name alone the stand-in answers."""
@@ -104,6 +82,11 @@ def test_no_process_of_ours_holds_a_layer_of_a_target_that_the_server_has(
     able = [one for one in measured.values() if not one["out"]]
     assert able and all(one["step_seconds"] > 0 and one["token_seconds"] > 0 for one in able), said
     assert found["trained"]["score"]["acceptance_length"] >= 1 and found["decision"]["deploy"], said
+    report = json.loads((tmp_path / "auto" / "eval_served" / "report.json").read_text())
+    assert report["served"][0]["drafter"].startswith("head:")
+    urls = {word for words in in_process for word in words if word.startswith("engine.server=")}
+    assert len(urls) == 1 and all(urls <= set(words) for words in in_process if words[0] == "train"), "one server"
+    assert not (tmp_path / "auto" / "states").exists() and not (tmp_path / "auto" / "eval").exists()
     asked = [words for words in in_process if words[0] in ("eval", "data")]
     assert all(any(str(adapter) in word for word in words) == is_adapted for words in asked) and len(asked) > 2
     flags = f"--enable-lora --lora-modules {adapter.name}={adapter}" if adapter else ""
@@ -219,20 +202,12 @@ def test_servers_are_told_the_dtype_that_was_asked_for_before_the_users_flags(en
     assert asked_engine(engine, "python", "--x 1", (engine,), **how).args == args
 
 
-@pytest.mark.parametrize(
-    ("args", "has_gpu", "expected"),
-    [
-        ("", False, True),
-        ("", True, False),
-        ("--gpu-memory-utilization 0.9", True, False),
-        ("--gpu-memory-utilization=0.45", True, True),
-        ("--mem-fraction-static 0.4", True, True),
-    ],
-)
-def test_two_servers_are_up_together_where_each_has_half_of_a_gpu(args, has_gpu, expected, tmp_path, monkeypatch):
-    (tmp_path / "gpu").touch()
-    monkeypatch.setattr(setting, "GPU", tmp_path / ("gpu" if has_gpu else "none"))
-    assert EngineSetting(name="vllm", args=args).has_room_for_two is expected
+def test_two_servers_are_up_together_where_each_has_half_of_a_gpu(tmp_path, monkeypatch):
+    shares = {"": False, "--gpu-memory-utilization 0.9": False, "--gpu-memory-utilization=0.45": True}
+    shares["--mem-fraction-static 0.4"] = True
+    for gpu, expected in ((tmp_path, shares), (tmp_path / "none", dict.fromkeys(shares, True))):
+        monkeypatch.setattr(setting, "GPU", gpu)
+        assert {args: EngineSetting(name="vllm", args=args).has_room_for_two for args in shares} == expected
 
 
 def run_of(tmp_path, *, fails=False, is_late=False, **settings) -> Any:
