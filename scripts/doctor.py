@@ -110,8 +110,9 @@ def show_launches(
         runs = "no" if problems else "yes"
         table.add_row(launch.path.stem, SHARDING[launch.kind], processes, runs, "\n".join(problems))
     console.print(table)
-    for launch in launches:
-        console.print(f"{launch.path.stem}: {launch_command(launch)}", soft_wrap=True, highlight=False, markup=False)
+    for path in [launch.path for launch in launches]:  # the whole one, by which accelerate finds it from any folder
+        command = f"accelerate launch --config_file {shlex.quote(str(path))} -m headstart.train CONFIG"
+        console.print(f"{path.stem}: {command}", soft_wrap=True, highlight=False, markup=False)
     return can_run
 
 
@@ -155,11 +156,6 @@ def missing(
         (compiles and not machine.ninja, "no ninja on PATH: pip install ninja, with its folder on PATH"),
     ]
     return problems + [problem for is_missing, problem in checks if is_missing]
-
-
-def launch_command(launch: LaunchConfig) -> str:
-    """What starts a run by a launch config from any folder: accelerate finds a file by its whole path alone."""
-    return f"accelerate launch --config_file {shlex.quote(str(launch.path))} -m headstart.train CONFIG"
 
 
 def this_machine() -> LocalMachine:

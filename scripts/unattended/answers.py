@@ -190,16 +190,12 @@ def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:
 
 def answer_ids_of(row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
     """The token ids of the answers that the target has just written into a row; of their texts where it has none."""
-    sequences = row.get(KEY, {}).get("sequences")
-    if sequences is None:
-        return [tokenizer(text, add_special_tokens=False).input_ids for text in assistant_texts(row)]
-    return [sequence["input_ids"][start:end] for sequence in sequences for _, start, end in sequence["turns"]]
-
-
-def assistant_texts(row: dict[str, Any]) -> list[str]:
-    """The texts of a row's assistant messages."""
+    if (written := row.get(KEY)) is not None:
+        turns = [(sequence, turn) for sequence in written["sequences"] for turn in sequence["turns"]]
+        return [sequence["input_ids"][start:end] for sequence, (_, start, end) in turns]
     messages = row.get("messages") or [{"role": "assistant", "content": row.get("response")}]
-    return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
+    texts = [message.get("content") for message in messages if message["role"] == "assistant"]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts if text]
 
 
 def warnings_of(num_rows: int, *, truncated: int, looping: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...engines.servers.registry import SERVER_ENGINES
+from ...engines.servers.setting import EngineSetting
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
@@ -20,7 +21,7 @@ from ...eval.served.load import Load
 from ...eval.served.served_result import ServedResult, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
-from .running.session import Session, Settings
+from .running.session import Session
 
 TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
 LOOKUP = "ngram"  # the drafter that a server has by itself
@@ -37,15 +38,14 @@ class ServedPlan:
     seconds: float
 
 
-def why_not(settings: Settings) -> str:
-    """Why no server of the engine is started here; empty: it may be."""
-    engine = SERVER_ENGINES.get(settings.engine.name)
+def check_startable(setting: EngineSetting) -> None:
+    """Raises BadInput where no server of the engine is started here."""
+    engine = SERVER_ENGINES.get(setting.name)
     if engine is None or not engine.can_start:
-        return f"no server of {settings.engine.name} is started here"
+        raise BadInput(f"no server of {setting.name} is started here")
     package = importlib.util.find_spec(engine.name)  # without an origin: a folder of that name alone
-    if not settings.engine.python and (package is None or package.origin is None):
-        return f"{engine.title} is not in this Python; --engine-python names one that has it"
-    return ""
+    if not setting.python and (package is None or package.origin is None):
+        raise BadInput(f"{engine.title} is not in this Python; --engine-python names one that has it")
 
 
 def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
@@ -55,8 +55,7 @@ def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
     started, asked = run.clock.used, ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
     try:
-        if problem := why_not(run.settings):
-            raise BadInput(problem)
+        check_startable(run.settings.engine)
         what = f"trying {SERVER_ENGINES[run.settings.engine.name].title}'s server"
         report = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
         results = read_served(report).results
@@ -167,14 +166,9 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
     if not paying:
         return Decision(False, NO_GAIN, said, [f"{line}." for line in served_cautions(results)]), None
-    best, cautions = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0), list[str]()
+    best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
     same = [one for one in results if one.drafter == best.drafter]
-    if slower := [one.load.name for one in same if (one.speedup_ci95[1] or 1.0) < 1]:
-        cautions.append(f"Slower at {', '.join(slower)}: leave drafts off there.")
-    if off := [one.load.name for one in same if not one.pays and one.load.name not in slower]:
-        cautions.append(f"Not shown to be faster at {', '.join(off)}.")
-    if schedule := schedule_line(same):
-        cautions.append(schedule)
+    cautions = [schedule] if (schedule := schedule_line(same)) else []
     if len(results) > 1:
         low = lower_end_among(best, len(results))
         cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")
