@@ -77,7 +77,7 @@ class TargetServer:
         if serving is None:
             return []
         left = run.left_until(run.journal.answers_until)
-        url, tokens = self.url(left), left * served_rate(serving)
+        url, tokens = self.url(left) or self.url(left), left * served_rate(serving)  # of one without states at last
         in_flight = min(max(int(tokens / (ROUNDS * run.settings.max_new_tokens)), 1), MOST_IN_FLIGHT)
         patience = PATIENCE + math.ceil(2 * serving.start_seconds)
         told = [f"engine.name={run.settings.engine.name}", f"engine.server={url}"]
@@ -85,8 +85,7 @@ class TargetServer:
 
     def train(self, what: str, arguments: list[str], *, name: str, seconds: float, until: float | None) -> StepRecord:
         """Run a `headstart train`, from the server's states where it gives them. Raises: as `step` and `url`."""
-        url = self.url(self.run.clock.left) if self.gives_states else ""
-        if self.gives_states:  # also as it was started
+        if url := self.url(self.run.clock.left) if self.gives_states else "":
             arguments = [*arguments, "engine.name=vllm", f"engine.server={url}", "train.decode_prompts=0"]
         else:
             self.close()  # it would take memory that the training needs
@@ -101,28 +100,21 @@ class TargetServer:
         return record
 
     def url(self, left: float) -> str:
-        """The address of the server, which is started unless it runs. Args: left: seconds for what it is asked for.
+        """The address of the server, which is started unless it runs; empty: its start showed that it gives no states.
 
-        Raises: BadInput if it does not start in that time."""
+        Args: left: seconds for what it is asked for. Raises: BadInput if it does not start in that time."""
         if self.process is None:
-            serving, self.until = server_of(self.run), self.run.clock.used + left
-            what = "states" if self.gives_states else "answers"
-            seconds = None if serving is None else serving.start_seconds
-            self.run.say(f"starting {self.title}'s server for the {what}", seconds=seconds)
+            serving, stating, self.until = server_of(self.run), self.gives_states, self.run.clock.used + left
+            what = f"starting {self.title}'s server for the {'states' if stating else 'answers'}"
+            self.run.say(what, seconds=(serving and serving.start_seconds) or None)
             self.num_starts += 1
-            self.process = self.start()
-        return self.process.url
-
-    def start(self) -> ServerProcess:
-        """One that gives no states is started without them."""
-        if self.gives_states:
             try:
-                return self.running.enter_context(self.stating())
+                self.process = self.running.enter_context(self.stating() if stating else self.plain())
             except BadInput as error:
-                if self.run.clock.used > self.until:
+                if not stating or self.run.clock.used > self.until:
                     raise
                 self.give_up_states(str(error))
-        return self.running.enter_context(self.plain())
+        return "" if self.process is None else self.process.url
 
     @property
     def title(self) -> str:
@@ -192,9 +184,7 @@ class TargetServer:
 
     def target(self) -> ServedTarget | None:
         """The target without its layers, which reads by the server; None: that gives no states. Raises: as `url`."""
-        if self.gives_states:
-            self.url(self.run.clock.left)
-        if self.process is None or not self.gives_states:  # as its start has shown
+        if not self.gives_states or not self.url(self.run.clock.left) or self.process is None:
             return None
         target, layers = ServedTarget.read(self.source), layers_read(self.source, self.heads())
         how = {"label": label_of(self.run.folder), "is_gone": self.process.is_gone}
