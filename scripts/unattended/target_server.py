@@ -114,6 +114,8 @@ class TargetServer:
                 if not stating or self.run.clock.used > self.until:
                     raise
                 self.give_up_states(str(error))
+        elif not self.keep():
+            raise BadInput(self.problem)
         return "" if self.process is None else self.process.url
 
     @property
