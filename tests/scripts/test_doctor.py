@@ -158,6 +158,9 @@ def test_the_parts_of_a_70b_are_counted_without_a_weight(tmp_path):
     assert done.exit_code == 0 and "137 GB" in done.output and done.output.count(" 2.1 GB") == 2
     assert "data.features=features/mine" in done.output and "target.device_map=auto" in done.output
     assert "--num_processes 8 -m headstart.train runs/eagle3.yaml" in done.output and "shard_target" in done.output
+    done = doctor_of(tmp_path / "tied", "--gpus", "8", "--memory", "16", config={**LARGE, "tie_word_embeddings": True})
+    assert done.output.count(" 2.1 GB") == 1, "a tied output layer is counted once"
+    assert done.exit_code == 1 and "yes" not in done.output, "the head is too large for such a GPU"
 
 
 def test_what_stored_states_take_and_when_they_pay_is_counted(tmp_path):
@@ -172,11 +175,6 @@ def test_what_stored_states_take_and_when_they_pay_is_counted(tmp_path):
     rate, flops = (float(one.replace(",", "")) for one in pays)
     assert rate == pytest.approx(1e9 / found["8bit"], rel=0.001)
     assert flops == pytest.approx(2 * 70.55e9 * rate / 1e12, rel=0.001), "70.55 billion parameters"
-
-
-def test_a_tied_output_layer_is_counted_once(tmp_path):
-    done = doctor_of(tmp_path / "tied", "--gpus", "1", "--memory", "80", config={**LARGE, "tie_word_embeddings": True})
-    assert done.output.count(" 2.1 GB") == 1
 
 
 @pytest.mark.parametrize(
@@ -232,12 +230,6 @@ def test_the_server_is_counted_by_its_weights_as_stored(tmp_path):
 def test_beside_training_on_one_gpu_the_server_is_told_what_it_may_take():
     [server, _] = fitting(sized(16), num_gpus=1)[2][2].commands
     assert "--gpu-memory-utilization 0.25" in server, "16 of 80 GB, and a twentieth"
-
-
-def test_a_head_too_large_for_a_gpu_is_said(tmp_path):
-    assert fitting(sized(16), num_gpus=1, head=80 * GB)[0] == [False] * 3
-    done = doctor_of(tmp_path / "large", "--gpus", "8", "--memory", "16")
-    assert done.exit_code == 1 and "yes" not in done.output
 
 
 def test_without_a_gpu_it_counts_as_on_a_usual_one_and_says_so(tmp_path, monkeypatch):

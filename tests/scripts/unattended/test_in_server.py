@@ -35,11 +35,10 @@ from transformers import AutoTokenizer
 @pytest.fixture
 def auto(headstart, chat_target, traffic, in_process, tmp_path):
     """auto("--budget 20s ..."): what was said, and auto.json."""
-    path = traffic(40)
 
-    def call(line):
-        folder = tmp_path / "auto"
-        code, out, err = headstart(f"auto {line}", "--target", chat_target, "--prompts", path, "--output", folder)
+    def call(line, num_prompts=40):
+        files = ["--target", chat_target, "--prompts", traffic(num_prompts), "--output", (folder := tmp_path / "auto")]
+        code, out, err = headstart(f"auto {line}", *files)
         assert code == 0, out + err
         return out + err, json.loads((folder / "auto.json").read_text())
 
@@ -49,7 +48,7 @@ def auto(headstart, chat_target, traffic, in_process, tmp_path):
 def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machine_is, python, in_process, tmp_path):
     machine_is(medusa=2.5)
     words = "--engine vllm --concurrency 1 --engine-args '--step 0.004'"
-    said, found = auto(f"--budget 20s --max-new-tokens 12 {words} --engine-python {python}")
+    said, found = auto(f"--budget 20s --max-new-tokens 12 {words} --engine-python {python}", num_prompts=12)
     assert [words[words.index("--engine") + 1] for words in in_process] == ["vllm", "vllm"], "tried, then measured"
     assert found["serving"]["problem"] == "" and found["serving"]["tokens_per_second"][0] > 0
     decision = found["decision"]
