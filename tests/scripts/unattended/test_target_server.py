@@ -107,7 +107,8 @@ def test_a_server_that_gives_no_states_answers_all_the_same(server, monkeypatch)
     with one:
         assert is_up(url_in(one.answering())) and trained(one) == []
         assert one.process is None, "beside a training with all layers no server takes memory"
-    assert "no states from the server: vLLM ended" in said[-1] and "share a cache" in one.run.journal.stateless
+    assert any("no states from the server: vLLM ended" in line for line in said)
+    assert "share a cache" in one.run.journal.stateless
 
 
 def test_another_engine_answers_and_our_own_trains(server):
