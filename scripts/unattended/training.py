@@ -176,7 +176,7 @@ class Learner:
         """Arguments of a training by configs/FILE.yaml, which is written unless it is there."""
         config, answers = self.run.folder / "configs" / f"{file}.yaml", self.answers
         if not config.exists():
-            decoding = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
+            decoding: dict[str, Any] = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
             decoding["decode_window"] = self.run.settings.draft_window
             write_run(
                 config,

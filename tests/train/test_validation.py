@@ -71,7 +71,7 @@ def test_answers_are_decoded_with_the_window_that_is_asked_for_and_nothing_else_
         return generate(target, head, *prompts, **how)
 
     monkeypatch.setattr("headstart.train.validation.generate", noting)
-    run("eagle3", "a", "train.decode_window=4:1", f"data.validation={world / 'rows.jsonl'}")
+    run("eagle3", "a", "train.decode_window='4:1'", f"data.validation={world / 'rows.jsonl'}")
     assert seen and all((window.size, window.sink) == (4, 1) for _, window in seen)
     assert all(head.draft_window is None for head, _ in seen)
 

@@ -55,7 +55,7 @@ class TrainConfig:
     # validation read extracted features or the target is sharded, as decoding takes the target's layers
     decode_prompts: NonNegativeInt | None = None
     decode_tokens: PositiveInt = 64  # length of those answers
-    decode_window: str = ""  # with which the head drafts them, as --draft-window of `headstart eval`; empty: none
+    decode_window: str = ""  # with which the head drafts them, as --draft-window, in quotes: "512:4"; empty: none
     patience: NonNegativeInt = 0  # end after this many validations without a better acceptance_length; 0: never
     checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
