@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..base.errors import BadInput
 from ..configs.loader import read_config, shipped
-from .evaluating.engine_options import EngineArgs, check_numbers
+from .evaluating.engine_options import check_numbers
 
 USUAL = 80e9  # bytes of a GPU, where none is here or named
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -33,7 +33,6 @@ def doctor(
     memory: Annotated[
         float, typer.Option(help="With --target: GB of each.", min=0, max=1e6, show_default="this one's, or 80")
     ] = 0.0,
-    engine_args: EngineArgs = "",
 ) -> None:
     """Show what this machine can launch, and what is missing; or what training for a target takes.
 
@@ -57,11 +56,11 @@ def doctor(
         num, size = gpus or len(machine.gpus) or 1, memory * 1e9 or min((gpu for _, gpu in machine.gpus), default=USUAL)
         if not machine.gpus and not (gpus and memory):
             console.print(f"no GPU here: counted for {num} of {size / 1e9:.0f} GB; --gpus and --memory name others")
-        can_run = show_ways(target, num_gpus=num, memory=size, engine_args=engine_args, console=console)
-    elif gpus or memory or engine_args:
-        raise BadInput("--gpus, --memory and --engine-args go with --target")
+        can_run = show_ways(target, num_gpus=num, memory=size, console=console)
+    elif gpus or memory:
+        raise BadInput("--gpus and --memory go with --target")
     else:
-        paths = [find(config)] if config else shipped_configs()
+        paths = [find(config)] if config else shipped("accelerate/*.yaml")
         can_run = show_launches(paths, machine, num_processes=num_processes, cpu=cpu, console=console) or not config
     if not can_run:
         raise typer.Exit(1)
@@ -82,7 +81,6 @@ class LocalMachine:
     gloo: bool
     compiler: str | None  # path, as of ninja
     ninja: str | None
-    shm_op: bool  # whether DeepSpeed's operation for processes on CPUs is built
     versions: dict[str, str | None]  # of packages; None: not installed
 
 
@@ -112,24 +110,19 @@ def show_launches(
         runs = "no" if problems else "yes"
         table.add_row(launch.path.stem, SHARDING[launch.kind], processes, runs, "\n".join(problems))
     console.print(table)
-    for launch in launches:
-        console.print(f"{launch.path.stem}: {launch_command(launch)}", soft_wrap=True, highlight=False, markup=False)
-    for command in filter(None, (cpu_command(launch, machine) for launch in launches)):
-        console.print(f"without GPUs: {command}", soft_wrap=True, highlight=False, markup=False)
+    for path in paths:  # the whole one, by which accelerate finds it from any folder
+        command = f"accelerate launch --config_file {shlex.quote(str(path))} -m headstart.train CONFIG"
+        console.print(f"{path.stem}: {command}", soft_wrap=True, highlight=False, markup=False)
     return can_run
-
-
-def shipped_configs() -> list[Path]:
-    return shipped("accelerate/*.yaml")
 
 
 def find(name: str) -> Path:
     """The whole path of a launch config, named by a path, here or in the package, or by name. Raises BadInput."""
-    for path in [Path(name), *shipped_configs()]:
+    known = shipped("accelerate/*.yaml")
+    for path in [Path(name), *known]:
         if path.is_file() and (path == Path(name) or path.stem == name or path.as_posix().endswith(f"/{name}")):
             return path.absolute()
-    known = ", ".join(path.stem for path in shipped_configs())
-    raise BadInput(f"{name}: no such launch config; shipped are {known}")
+    raise BadInput(f"{name}: no such launch config; shipped are {', '.join(path.stem for path in known)}")
 
 
 def read_launch(path: Path) -> LaunchConfig:
@@ -150,7 +143,7 @@ def missing(
     problems = [f"{name} is not installed" for name in ("torch", "accelerate") if machine.versions[name] is None]
     cores, num_gpus, is_many = machine.num_cores, len(machine.gpus), num_local > 1
     is_zero = launch.kind == "DEEPSPEED"
-    compiles = is_zero and on_cpu and not machine.shm_op  # an operation at the first start; none on GPUs
+    compiles = is_zero and on_cpu  # an operation at the first start; none on GPUs
     no_nccl = machine.cuda is not None and machine.nccl is None
     checks = [
         (on_cpu and num_local > cores, f"{num_local} processes on {cores} cores: --num-processes {cores}"),
@@ -163,22 +156,6 @@ def missing(
         (compiles and not machine.ninja, "no ninja on PATH: pip install ninja, with its folder on PATH"),
     ]
     return problems + [problem for is_missing, problem in checks if is_missing]
-
-
-def cpu_command(launch: LaunchConfig, machine: LocalMachine) -> str:
-    """What starts two processes on CPUs, over gloo, on a machine with too few GPUs; empty where it cannot, or need not.
-
-    Not with `accelerate launch --cpu`, which starts one process.
-    """
-    is_single = launch.kind == "NO" or launch.num_nodes > 1
-    if is_single or len(machine.gpus) or missing(launch, machine, num_processes=2, cpu=True):
-        return ""
-    return launch_command(launch, "--num_processes 2 ")
-
-
-def launch_command(launch: LaunchConfig, more: str = "") -> str:
-    """What starts a run by a launch config from any folder: accelerate finds a file by its whole path alone."""
-    return f"accelerate launch --config_file {shlex.quote(str(launch.path))} {more}-m headstart.train CONFIG"
 
 
 def this_machine() -> LocalMachine:
@@ -199,21 +176,12 @@ def this_machine() -> LocalMachine:
         gloo=dist.is_available() and dist.is_gloo_available(),
         compiler=shutil.which("g++") or shutil.which("c++"),
         ninja=shutil.which("ninja"),
-        shm_op=is_shm_op_built(),
         versions={name: version(name) for name in PACKAGES},
     )
 
 
-def is_shm_op_built() -> bool:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    folder = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
-    return any(folder.glob("*.so"))
-
-
 def facts_table(machine: LocalMachine) -> Table:
     gpus = [f"{name}, {size / 2**30:.0f} GiB" for name, size in machine.gpus]
-    built = "built" if machine.shm_op else "compiled at the first start of DeepSpeed on CPUs, one to five minutes"
     facts = {
         "cores": str(machine.num_cores),
         "memory": f"{machine.memory / 2**30:.0f} GiB",
@@ -223,7 +191,6 @@ def facts_table(machine: LocalMachine) -> Table:
         "gloo (CPUs)": "yes" if machine.gloo else "no",
         "C++ compiler": machine.compiler or "none on PATH",
         "ninja": machine.ninja or "none on PATH",
-        "shm_comm": built,
         **{name: number or "not installed" for name, number in machine.versions.items()},
     }
     table = Table("this machine", "")

@@ -42,7 +42,7 @@ def heads(
     serving_bytes  all the head's parameters in the target's dtype; embeddings and output layers that a head
                    shares with the target are counted with the target
     """
-    from ..engines.export import ENGINES
+    from ..engines.export import ENGINES, engines_of
     from ..engines.heads import HEADS
     from ..targets.loading import TargetConfig, default_device
     from ..targets.skeleton import load_skeleton
@@ -56,17 +56,11 @@ def heads(
     else:
         show(rows, sized=bool(target))
         if target:
-            fitting = [row["name"] for row in rows if row["problem"] is None and is_loaded(row["name"], engine)]
+            fitting = [row["name"] for row in rows if row["problem"] is None]
+            fitting = [name for name in fitting if engine == OURS or engine in engines_of(name)]
             on_gpu = default_device() != "cpu"
             for line in to_begin_with(fitting, engine=engine, on_gpu=on_gpu, num_modules=own_modules(skeleton)):
                 print(line)
-
-
-def is_loaded(family: str, engine: str) -> bool:
-    """Whether the engine drafts with heads of a family."""
-    from ..engines.export import engines_of
-
-    return engine == OURS or engine in engines_of(family)
 
 
 def own_modules(target: "Target") -> int:

@@ -50,7 +50,7 @@ def plan_in_server(
             folder.record(settings)
             report = ServedReport.of(asked.target, [*first, *then])
             page = write_served(folder.path, report, command="headstart plan")
-            write_plan(folder.path, engine.name, drafter, cells, rates)
+            write_plan(folder.path, engine.name, drafter, cells, rates, report.results)
             store.finish()
             remove(folder.path / HEADS)
     show_cells(engine.title, drafter, cells)

@@ -126,16 +126,13 @@ def recipe_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def upload(folder: Path, repo: str, *, private: bool, endpoint: str | None) -> str:
     """Create the repository and send the folder in one commit; returns its address. Raises BadInput on a refusal."""
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import HfApi, get_token
 
     api = HfApi(endpoint=endpoint)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in paths]
     secrets = "|".join(filter(None, (re.escape(get_token() or ""), r"hf_\w+")))
-    message = "Head trained with Headstart"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        commit: Any = api.create_commit(repo, operations=files, commit_message=message)
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Head trained with Headstart")
     except Exception as error:  # the hub's own, and those of the network; a message may hold the token
         told = re.sub(secrets, "***", str(error)).strip() or type(error).__name__
         raise BadInput(f"{repo}: the hub refused: {told.splitlines()[0]}") from None

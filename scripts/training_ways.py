@@ -1,6 +1,5 @@
 """The ways of training a head for a target that fit on some GPUs, by the memory that they take: no weights are read."""
 
-import argparse
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,37 +39,28 @@ class Way:
 
 @dataclass(frozen=True)
 class ServerSize:
-    """Roughly the bytes that vLLM takes: of the weights, as they are stored, and of keys and values of as many rows as
-    `arguments`, its flags, say, both in parts on its GPUs; and of these rows' states, on the first."""
+    """Roughly the bytes that vLLM takes: of the weights, as stored, and of keys and values of the rows that it is asked
+    for at once, both in parts on its GPUs; and of these rows' states, on the first."""
 
     weights: int
     keys: int
     states: int
-    arguments: str = ""
 
     @classmethod
-    def of(cls, skeleton: "Target", arguments: str, *, num_states: int) -> "ServerSize":
-        """Args: num_states: that it gives of a token. Raises: SystemExit on a flag with a wrong value."""
+    def of(cls, skeleton: "Target", *, num_states: int) -> "ServerSize":
+        """Args: num_states: that it gives of a token."""
         from ..data_pipelines.rows.config import DataConfig
         from ..data_pipelines.served.reading import AT_ONCE
         from ..eval.figures.bandwidth import cache_bytes
         from ..targets.weights.stored import stored_tensors
 
-        parser = argparse.ArgumentParser(prog="headstart doctor --engine-args", add_help=False, usage=argparse.SUPPRESS)
-        parser.add_argument("--max-num-seqs", type=whole, default=AT_ONCE)
-        parser.add_argument("--max-model-len", type=whole, default=DataConfig.max_length)
-        parser.add_argument("--kv-cache-dtype")
-        told, others = parser.parse_known_args(shlex.split(arguments))
         weights = sum(parameter.nbytes for parameter in skeleton.model.parameters())
         if Path(skeleton.name).is_dir():
             with suppress(BadInput):  # a folder without weights
                 weights = sum(tensor.num_bytes for tensor in stored_tensors(skeleton.name).values())
-        rows, itemsize = told.max_num_seqs, skeleton.dtype.itemsize
-        is_narrow = (told.kv_cache_dtype or "").startswith("fp8")
-        keys = rows * cache_bytes(skeleton, told.max_model_len) // (itemsize if is_narrow else 1)
-        states = rows * told.max_model_len * num_states * skeleton.hidden_size * itemsize
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in vars(told).items() if value]
-        return cls(weights, keys, states, shlex.join([*flags, *others]))
+        keys = AT_ONCE * cache_bytes(skeleton, DataConfig.max_length)
+        states = AT_ONCE * DataConfig.max_length * num_states * skeleton.hidden_size * skeleton.dtype.itemsize
+        return cls(weights, keys, states)
 
     def on(self, num_gpus: int) -> int:
         """On the first of so many GPUs."""
@@ -135,6 +125,8 @@ class Ways:
 
     def served(self) -> Way:
         """vLLM on the fewest GPUs that hold the target gives states, and the others train; of one GPU it has a part."""
+        from ..data_pipelines.rows.config import DataConfig
+        from ..data_pipelines.served.reading import AT_ONCE
         from ..data_pipelines.served.vllm_process import CONNECTOR, serving_flags
 
         num = self.num_gpus
@@ -144,7 +136,7 @@ class Ways:
         flags = serving_flags(sorted({*self.head.feature_layers, self.num_layers}), Path("/dev/shm/states"))
         parallel = ["--tensor-parallel-size", str(serving), "--no-enable-prefix-caching"]
         parallel += [] if left else ["--gpu-memory-utilization", f"{min(part / self.memory + FREE / 2, 1):.2f}"]
-        parallel += shlex.split(self.server.arguments)
+        parallel += ["--max-num-seqs", str(AT_ONCE), "--max-model-len", str(DataConfig.max_length)]
         serve = (
             f"PYTHONPATH={shlex.quote(str(CONNECTOR))} {shlex.join(['vllm', 'serve', self.path, *parallel, *flags])}"
         )
@@ -157,13 +149,6 @@ class Ways:
         return Way(name, {"vLLM's part": part, "training": self.without_layers}, [serve, f"{visible} {train}"])
 
 
-def whole(text: str) -> int:
-    """A number of rows or tokens, as a flag of a server has it. Raises ValueError."""
-    if not 1 <= int(text) <= 2**31 - 1:
-        raise ValueError
-    return int(text)
-
-
 def started(command: str, num_processes: int) -> str:
     """What runs `headstart train` or `headstart data extract` in so many processes."""
     if num_processes == 1:
@@ -173,10 +158,10 @@ def started(command: str, num_processes: int) -> str:
     return f"accelerate launch --config_file {config} --num_processes {num_processes} -m {module}"
 
 
-def show_ways(path: str, *, num_gpus: int, memory: float, engine_args: str, console: Console) -> bool:
+def show_ways(path: str, *, num_gpus: int, memory: float, console: Console) -> bool:
     """Print the bytes of a target by part, the ways, and the commands of those that fit; returns whether one does.
 
-    Args: path: of the target. memory: bytes of a GPU. engine_args: flags of vLLM.
+    Args: path: of the target. memory: bytes of a GPU.
     Raises: BadInput if there is no such target, or it cannot be built without weights.
     """
     from ..engines.heads import head_class
@@ -197,7 +182,7 @@ def show_ways(path: str, *, num_gpus: int, memory: float, engine_args: str, cons
     table.add_row(f"{skeleton.num_layers} layers", in_bytes(parts.layers))
     table.add_row("final norm, output layer", in_bytes(parts.output))
     table.add_row(f"head {config.type}, in training", in_bytes(head.memory_bytes))
-    server = ServerSize.of(skeleton, engine_args, num_states=len({*head.feature_layers, skeleton.num_layers}))
+    server = ServerSize.of(skeleton, num_states=len({*head.feature_layers, skeleton.num_layers}))
     table.add_row("vLLM, roughly: weights as stored", in_bytes(server.weights))
     table.add_row("  keys and values of its rows", in_bytes(server.keys))
     table.add_row("  states of its rows", in_bytes(server.states))

@@ -37,17 +37,12 @@ Verbose = Annotated[bool, RUN("--verbose", help="Print each command that is run.
 Launcher = Annotated[
     str, MACHINE(help="Command that starts training on several devices: 'accelerate launch --config_file FILE'.")
 ]
-Concurrency = Annotated[
-    list[int] | None,
-    RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size, else 1]", min=1, max=MOST_ROWS),
-]
 
 
 def auto(
     *,
     target: Annotated[str, TRAFFIC(help="The target: local folder or hub id.")],
     prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
-    chats: Annotated[str, TRAFFIC(help="More training rows, JSONL, with answers that this target wrote.")] = "",
     adapter: Annotated[str, TRAFFIC(help="Folder of a LoRA adapter (peft) of the target; with --engine vllm.")] = "",
     max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2, max=MOST_NEW)] = 128,
     draft_window: DraftWindowText = "",
@@ -56,7 +51,10 @@ def auto(
     engine: EngineName = "headstart",
     engine_python: EnginePython = "",
     engine_args: EngineArgs = "",
-    concurrency: Concurrency = None,
+    concurrency: Annotated[
+        list[int] | None,
+        RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size]", min=1, max=MOST_ROWS),
+    ] = None,
     batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1, max=MOST_ROWS)] = 1,
     seed: Seed = 0,
     dtype: Dtype = "",
@@ -78,7 +76,6 @@ def auto(
     from ..engines.export import ENGINES
     from ..eval.drafters.registry import check_window
     from ..targets.loading import default_device
-    from .unattended.answers import LEAST_ANSWERS
     from .unattended.auto import stages
     from .unattended.candidates import heads_read
     from .unattended.page import write_auto_page
@@ -86,12 +83,13 @@ def auto(
     from .unattended.running.session import AutoRun, AutoSettings, files_digest, run_stages, target_dtype
     from .unattended.target_server import TargetServer
 
-    by = engine_of(engine, engine_python, engine_args, known=("headstart", *sorted(ENGINES)))
-    check_concurrency(by, concurrency)
+    known = ("headstart", *sorted(ENGINES))
+    by = asked_engine(engine, engine_python, engine_args, known, dtype=dtype, device=device)
+    if by.is_ours and concurrency:
+        raise BadInput("--concurrency: goes with another --engine than headstart")
     check_window(draft_window, "head")
     if ":" in str(output):
         raise BadInput(f"--output {output}: a colon cannot be in the path of a head")
-    check_device(device)
     if adapter and engine != "vllm":
         raise BadInput(f"--adapter {adapter}: goes with --engine vllm, which serves it; else merge it")
     device = device or default_device()
@@ -99,7 +97,6 @@ def auto(
         target=target,
         adapter=adapter,
         prompts=prompts,
-        chats=chats,
         budget=parse_budget(budget),
         engine=by,
         concurrency=concurrency or [batch_size],
@@ -110,11 +107,11 @@ def auto(
         device=device,
         launcher=launcher,
         seed=seed,
-        traffic=files_digest([path for path in (prompts, chats, target, adapter) if path]),
+        traffic=files_digest([path for path in (prompts, target, adapter) if path]),
     )
     heads = partial(heads_read, engine, target)
     with AutoRun.open(output, settings, is_verbose=verbose) as run:
-        with TargetServer(run, heads, least=LEAST_ANSWERS) as server:
+        with TargetServer(run, heads) as server:
             run_stages(run, stages(server), write_auto_page)
 
 
@@ -133,7 +130,6 @@ def refit(
     engine: EngineName = "headstart",
     engine_python: EnginePython = "",
     engine_args: EngineArgs = "",
-    concurrency: Concurrency = None,
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 30m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for refit.html, refit.json and everything else that the run writes.")],
     seed: Seed = 0,
@@ -159,9 +155,8 @@ def refit(
     from .unattended.running.session import RefitSettings, files_digest, run_stages, target_dtype
     from .unattended.target_server import TargetServer
 
-    by = engine_of(engine, engine_python, engine_args, known=("headstart", "vllm", "sglang"))
-    check_concurrency(by, concurrency)
-    check_device(device)
+    known = ("headstart", "vllm", "sglang")
+    by = asked_engine(engine, engine_python, engine_args, known, dtype=dtype, device=device)
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -177,21 +172,23 @@ def refit(
         launcher=launcher,
         seed=seed,
         engine=by,
-        concurrency=concurrency or [1],
         rows=files_digest([path for path in (traffic, replay, *weights, target, adapter) if path]),
     )
     with RefitRun.open(output, settings, is_verbose=verbose) as run, TargetServer(run, run.heads) as server:
         run_stages(run, stages(server), write_refit_page)
 
 
-def check_concurrency(engine: "EngineSetting", concurrency: list[int] | None) -> None:
-    """Raises BadInput where no server is named to have that many questions in flight."""
-    if engine.is_ours and concurrency:
-        raise BadInput("--concurrency: goes with another --engine than headstart")
+def asked_engine(
+    name: str, python: str, args: str, known: tuple[str, ...], *, dtype: str, device: str
+) -> "EngineSetting":
+    """What serves, whose servers are told --dtype too, before the user's flags.
 
-
-def check_device(device: str) -> None:
-    """Raises BadInput on one GPU of several: servers and trainings in processes of their own would take another."""
+    Raises: BadInput on options that do not go together; on one GPU of several, since servers and trainings in processes
+    of their own would take another.
+    """
+    if name in ("vllm", "sglang") and dtype not in ("", "auto"):
+        args = f"--dtype {dtype} {args}".strip()
     if ":" in device:
         number = device.rpartition(":")[2]
         raise BadInput(f"--device {device}: say --device cuda, and CUDA_VISIBLE_DEVICES={number} in the environment")
+    return engine_of(name, python, args, known=known)

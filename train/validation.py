@@ -12,9 +12,11 @@ from ..data_pipelines.rows.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
 from ..eval.decoding import generate
 from ..eval.decoding.replay import default_steps
+from ..eval.drafters.registry import set_window
 from ..eval.figures.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..eval.measurement.breakdown import acceptance_part
 from ..heads.base import DraftBatch, DraftHead, LossOutput
+from ..heads.drafting.windowed import Windowed
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from .backend import Backend
 from .watching.stopping import Watchdog
@@ -121,6 +123,8 @@ class Validation:
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""
         num_draft, num_tokens = self.num_draft, self.config.decode_tokens
+        if self.config.decode_window:
+            set_window(head, self.config.decode_window)
         generated = generate(
             head.target,
             head,
@@ -129,6 +133,8 @@ class Validation:
             num_draft_tokens=num_draft,
             steps=default_steps(head.target.device, num_tokens=num_tokens),
         )
+        if isinstance(head, Windowed):
+            head.draft_window = None  # of decoding alone
         decoded = acceptance(generated.rounds, num_draft_tokens=num_draft)
         rows = [prompt + new for prompt, new in zip(self.prompts, generated.token_ids, strict=True)]
         input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=self.device)

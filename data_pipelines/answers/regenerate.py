@@ -96,7 +96,6 @@ class RunProgress:
     num_all: int
     num_answered: int
     num_failed: int = 0
-    num_tokens: int = 0  # of the answers of this run
 
 
 class Answerer(Protocol):
@@ -138,7 +137,6 @@ def regenerate(
                 failed[key] = {"id": key, "source_id": index.source_ids[key], "problem": str(outcome)}
             else:
                 store.add(key, {**outcome, "target": config.target})
-                progress.num_tokens += outcome["usage"]["completion_tokens"]
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
         return store.finish(index, failed)

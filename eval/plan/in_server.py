@@ -11,6 +11,7 @@ from typing import Any
 from ...base.files import write_json
 from ..measurement.step_times import interpolate
 from ..report.results.one_result import grouped
+from ..report.served_page import measured_schedule
 from ..served.served_result import ServedResult
 from .plan import SCHEMA_VERSION
 from .prediction import CheckSummary, errors, expected_length
@@ -106,14 +107,23 @@ def forecast_error(cells: Sequence[ServedCell]) -> CheckSummary:
     return errors((cell.predicted_speedup, cell.measured_speedup) for cell in cells)
 
 
-def write_plan(folder: Path, engine: str, drafter: str, cells: Sequence[ServedCell], rates: Sequence[float]) -> None:
-    """plan.json, and the files that SGLang reads: steps per second by tokens of a forward, and K by batch size."""
+def write_plan(
+    folder: Path,
+    engine: str,
+    drafter: str,
+    cells: Sequence[ServedCell],
+    rates: Sequence[float],
+    results: Sequence[ServedResult],
+) -> None:
+    """plan.json, and the files that SGLang reads: steps per second by tokens of a forward, and K by batch size.
+
+    Args: results: what was measured."""
     told: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "engine": engine, "drafter": drafter}
     told |= {"acceptance_rate": list(rates), "cells": [vars(cell) for cell in cells]}
     write_json(folder / "plan.json", {**told, "check": vars(forecast_error(cells))})
     if engine == "sglang" and cells:
         write_json(folder / "sps_table.json", steps_per_second(cells))
-        write_json(folder / "adaptive.json", steps_by_batch_size(cells))
+        write_json(folder / "adaptive.json", steps_by_batch_size(results))
 
 
 def steps_per_second(cells: Sequence[ServedCell]) -> dict[str, Any]:
@@ -127,11 +137,8 @@ def steps_per_second(cells: Sequence[ServedCell]) -> dict[str, Any]:
     return {"sample_batch_tokens": tokens, "sample_steps_per_sec": speeds, "max_batch_tokens": tokens[-1]}
 
 
-def steps_by_batch_size(cells: Sequence[ServedCell]) -> dict[str, Any]:
-    """For `--speculative-adaptive-config`: from each batch size on, the fastest K with a proved gain; 0 where there is
-    none."""
-    found = {}
-    for size, here in sorted(grouped(cells, lambda cell: cell.concurrency).items()):
-        best = max((cell for cell in here if cell.pays), key=lambda cell: cell.speedup, default=None)
-        found[str(size)] = {"candidate_steps": [best.num_draft_tokens if best else 0]}
-    return found
+def steps_by_batch_size(results: Sequence[ServedResult]) -> dict[str, Any]:
+    """For `--speculative-adaptive-config`: from each batch size on, the K of `measured_schedule`; 0 where no gain is
+    proved."""
+    schedule = measured_schedule(results) or [[1, 1, 0]]
+    return {str(first): {"candidate_steps": [length]} for first, _, length in schedule}

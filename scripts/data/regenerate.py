@@ -1,17 +1,14 @@
 """`headstart data regenerate`: has the target answer the prompts itself, in this process or by servers."""
 
 import sys
-import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ...base.doing import SILENCE
+from ...base.doing import Doing, doing
 from .overrides import Overrides
 
 if TYPE_CHECKING:
@@ -45,16 +42,23 @@ def regenerate(
     from .engine_answers import by_engine
     from .served_answers import by_ids, by_messages
 
-    settings = build(RegenerateConfig, read_config(config, overrides or ()))
+    settings, told = build(RegenerateConfig, read_config(config, overrides or ())), list[Doing]()
     with ExitStack() as running:
+
+        def show(progress: "RunProgress") -> None:
+            """A bar, or lines, from the first answer on, so that what is refused before is one line."""
+            if not told:
+                told.append(running.enter_context(doing("the target answers", progress.num_all)))
+            told[0](progress.num_answered + progress.num_failed - told[0].done)
+
         if settings.engine.is_ours:
             answers, identity = by_engine(settings)
         elif settings.engine.name == BY_MESSAGES:
             answers, identity = by_messages(settings)
         else:
             answers, identity = by_ids(settings, running)
-        with writing_into(settings.output), AnswerProgress() as bar:
-            summary = run(settings, answers, target_identity=identity, show=bar.show)
+        with writing_into(settings.output):
+            summary = run(settings, answers, target_identity=identity, show=show)
     counts = summary.counts
     print(
         f"{counts.answered} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
@@ -66,42 +70,3 @@ def regenerate(
         problem, count = Counter(row["problem"] for row in failed).most_common(1)[0]
         print(f"headstart: {count} of {len(failed)} that failed: {problem}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-class AnswerProgress(Progress):
-    """A progress bar on stderr: answered, failed, tokens per second. It begins with the first figures, so that what is
-    refused before is one line."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            TextColumn("target answers"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[failed]} failed  {task.fields[speed]:,.0f} tokens/s"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self.add_task("", total=None, failed=0, speed=0.0)
-        self.told = time.monotonic()  # of the last line where there is no bar
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.live.is_started:
-            super().__exit__(*raised)
-
-    def show(self, run: "RunProgress") -> None:
-        self.start()
-        if not self.console.is_terminal and time.monotonic() - self.told >= SILENCE:
-            self.told = time.monotonic()
-            print(f"the target answers: {run.num_answered:,} of {run.num_all:,}", file=sys.stderr, flush=True)
-        [task] = self.tasks
-        self.update(
-            task.id,
-            total=run.num_all,
-            completed=run.num_answered,
-            failed=run.num_failed,
-            speed=run.num_tokens / task.elapsed if task.elapsed else 0.0,
-        )

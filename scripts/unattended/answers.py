@@ -5,8 +5,7 @@ The answers become the rows that candidates are trained and scored on.
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ from ...base.jsonl import read_appended
 from ...data_pipelines.vocab import always_kept, worthwhile_size
 from ...eval.figures.repetition import text_repetition
 from ...heads.stored.fit import row_share
-from ...targets.chat.prompts import plain_ids
 from ...targets.chat.written_ids import KEY
 from ...targets.target import Target
 from .candidates import BATCH_SIZE
-from .held_out import as_question, plain, read_asked, write_rows
+from .held_out import as_question, write_rows
 from .machine import without_weights
 from .running.journal import AnswerCounts, known
 from .running.session import AutoRun
-from .running.steps import StepRecord
 from .target_server import TargetServer
 
 PER_PROMPT = 4  # answers, upper limit
@@ -40,116 +37,54 @@ ENDING = 16  # tokens that a chat template may add after an answer, upper limit
 MANY = 0.2  # share of bad answers above which there is a warning
 
 
-@dataclass(frozen=True)
-class Pass:
-    """All prompts are answered once: by the engine's server, by our own engine, or partly by each.
-
-    number: 0: greedily; further passes are sampled.
-    """
-
-    run: AutoRun
-    number: int
-
-    @property
-    def here(self) -> Path:
-        """The folder of what our own engine answers."""
-        return self.run.folder / ("answers" if not self.number else f"answers-{self.number + 1}")
-
-    @property
-    def served(self) -> Path:
-        """The folder of what the engine's server answers."""
-        return self.here.with_name(f"{self.here.name}-served")
-
-    @property
-    def folders(self) -> list[Path]:
-        """Those that there are."""
-        return [folder for folder in (self.served, self.here) if (folder / "manifest.json").exists()]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all prompts were asked, and some answered."""
-        return any(all_answered(folder) and read_answers(folder) for folder in self.folders)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """What was answered so far."""
-        return [row for folder in self.folders for row in read_answers(folder)]
-
-    def ask(self, server: TargetServer) -> None:
-        """Have what is left of the prompts answered, for as long as there is time.
-
-        Raises: BadInput if our own engine does not start to answer; SystemExit after a signal to stop.
-        """
-        if words := server.answering():
-            problem, sources = "", self.run.data / "prompts.jsonl"
-            try:
-                record = self.regenerate(self.served, words, sources=sources, meanwhile=server.keep)
-            except BadInput as error:
-                problem = str(error)
-            else:
-                if not self.run.journal.unserved and (record.stopped or read_answers(self.served)):
-                    return
-                problem = record.last_line
-            if not self.run.journal.unserved:
-                server.give_up(problem)
-        machine = self.run.machine
-        words = [f"engine.dtype={machine.dtype}", f"engine.device={machine.device}"]
-        if not (sources := self.left()):
-            return
-        record = self.regenerate(self.here, words, sources=sources)
-        if not (self.here / "manifest.json").exists():
-            raise BadInput(f"the target could not answer: {record.last_line}")
-        if record.exit_code and not record.stopped and not all_answered(self.here):
-            self.run.say(f"warning: answering failed, what is there is taken: {record.last_line}: see {record.log}")
-
-    def left(self) -> Path | None:
-        """The file of the prompts that the server has not answered; None: it has answered all of them."""
-        prompts, done = self.run.data / "prompts.jsonl", {first_question(row) for row in read_answers(self.served)}
-        if not done:
-            return prompts
-        asked = [asked.row for asked in read_asked(str(prompts)) if asked.question not in done]
-        path = self.run.data / f"left-{self.number + 1}.jsonl"
-        write_rows(path, asked)
-        return path if asked else None
-
-    def regenerate(
-        self, folder: Path, words: Sequence[str], *, sources: Path, meanwhile: Callable[[], bool] = lambda: True
-    ) -> StepRecord:
-        """Run `headstart data regenerate`. Args: words: what it is told of the engine. meanwhile: as of `step`."""
-        run, temperature = self.run, TEMPERATURE if self.number else 0
-        settings, until = run.settings, run.journal.answers_until
-        arguments = [
-            *("data", "regenerate", "data/regenerate_local.yaml"),
-            *(f"sources={sources}", f"output={folder}", f"target={settings.target}", *words),
-            *(f"sampling.temperature={temperature:g}", f"sampling.max_tokens={settings.max_new_tokens}"),
-        ]
-        arguments += [f"engine.adapter={settings.adapter}"] if settings.adapter else []
-        if temperature:
-            arguments.append(f"sampling.seed={self.number}")
-        again = f" again, sampled at temperature {temperature:g}," if temperature else ""
-        what = f"the target answers{again} as many prompts as there is time for"
-        return run.step(
-            what, arguments, name=folder.name, seconds=run.left_until(until), until=until, meanwhile=meanwhile
-        )
-
-
 def answer(run: AutoRun, server: TargetServer) -> AnswerCounts:
     """The target answers prompts for its share of the time; the rows are written into the run's data/.
 
     A head learns more from several answers to a prompt than from reading one of them many times.
 
-    Raises: BadInput if there are too few answers; SystemExit after a signal to stop.
+    Raises: BadInput if there are too few answers.
     """
-    passes = [Pass(run, number) for number in range(PER_PROMPT)]
-    for number, one in enumerate(passes):
-        if number and not (passes[number - 1].is_whole and asks_again(run, number)):
+    passes = [run.folder / (f"answers-{number}" if number > 1 else "answers") for number in range(1, PER_PROMPT + 1)]
+    for number, folder in enumerate(passes):
+        if number and not (is_whole(passes[number - 1]) and asks_again(run, number)):
             break
-        if not one.is_whole:
-            one.ask(server)
+        if not is_whole(folder):
+            ask(run, server, folder, seed=number)
             run.write()
     answers = gather(run, passes[0], passes[1:])
     for warning in answers.warnings:
         run.say(f"warning: {warning}")
     return answers
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether all prompts were asked there, and some answered."""
+    return all_answered(folder) and bool(read_answers(folder))
+
+
+def ask(run: AutoRun, server: TargetServer, folder: Path, *, seed: int) -> None:
+    """Have the prompts answered once, for as long as there is time, by the engine's server or by our own engine.
+
+    Args: seed: of sampling; 0: greedily.
+    Raises: BadInput if answering does not start.
+    """
+    settings, machine, until = run.settings, run.machine, run.journal.answers_until
+    temperature = TEMPERATURE if seed else 0
+    engine = server.answering() or [f"engine.dtype={machine.dtype}", f"engine.device={settings.device}"]
+    arguments = [
+        *("data", "regenerate", "data/regenerate_local.yaml", f"sources={run.data / 'prompts.jsonl'}"),
+        *(f"output={folder}", f"target={settings.target}", *engine),
+        *(f"sampling.temperature={temperature:g}", f"sampling.max_tokens={settings.max_new_tokens}"),
+    ]
+    arguments += [f"engine.adapter={settings.adapter}"] if settings.adapter else []
+    arguments += [f"sampling.seed={seed}"] if seed else []
+    again = f" again, sampled at temperature {temperature:g}," if seed else ""
+    what = f"the target answers{again} as many prompts as there is time for"
+    record = server.step(what, arguments, name=folder.name, seconds=run.left_until(until), until=until)
+    if not (folder / "manifest.json").exists():
+        raise BadInput(f"the target could not answer: {record.last_line}")
+    if record.exit_code and not record.stopped and not all_answered(folder):
+        run.say(f"warning: answering failed, what is there is taken: {record.last_line}: see {record.log}")
 
 
 def asks_again(run: AutoRun, number: int) -> bool:
@@ -166,14 +101,15 @@ def all_answered(folder: Path) -> bool:
     return (folder / "answers.jsonl").exists()
 
 
-def gather(run: AutoRun, greedy: Pass, sampled: Sequence[Pass]) -> AnswerCounts:
-    """Writes train.jsonl and validation.jsonl, from the target's answers and the given chats.
+def gather(run: AutoRun, greedy: Path, sampled: Sequence[Path]) -> AnswerCounts:
+    """Writes train.jsonl and validation.jsonl, from the target's answers.
 
-    Args: greedy: may have been stopped before its end. sampled: with further answers to these prompts, to train on.
+    Args: greedy: folder; may have been stopped before its end. sampled: folders, if they are there, with further
+        answers to these prompts, to train on.
 
     Raises: BadInput if there are fewer than LEAST_ANSWERS answers.
     """
-    written = greedy.rows()
+    written, sampled = read_answers(greedy), [folder for folder in sampled if (folder / "manifest.json").exists()]
     if len(written) < LEAST_ANSWERS:
         raise BadInput(
             f"--budget: the target answered {len(written)} prompts in the time for this, at least {LEAST_ANSWERS} "
@@ -183,47 +119,33 @@ def gather(run: AutoRun, greedy: Pass, sampled: Sequence[Pass]) -> AnswerCounts:
     num_validation = min(len(written) // 4, num_validation_rows(run.settings.budget))
     validation, train = written[:num_validation], written[num_validation:]
     judged = {first_question(row) for row in validation}
-    again = [row for one in sampled for row in one.rows() if first_question(row) not in judged]
-    chats = learnt_chats(run.data / "given.jsonl", judged)
+    again = [row for folder in sampled for row in read_answers(folder) if first_question(row) not in judged]
     write_rows(run.data / "validation.jsonl", validation)
-    write_rows(run.data / "train.jsonl", [*train, *again, *chats])
-    write_json(
-        run.data / "manifest.json", joined_manifest([folder for one in (greedy, *sampled) for folder in one.folders])
-    )
+    write_rows(run.data / "train.jsonl", [*train, *again])
+    write_json(run.data / "manifest.json", joined_manifest([greedy, *sampled]))
     target = without_weights(run.settings)
     greedy_ids, sampled_ids = (
         [ids for row in rows for ids in answer_ids_of(row, target.tokenizer)] for rows in (written, again)
     )
-    chat_ids = [plain_ids(target.tokenizer, text) for row in chats for text in assistant_texts(row)]
-    size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids, *chat_ids])
+    size, covered = draft_vocabulary_for(target, [*greedy_ids, *sampled_ids])
     truncated = sum(row["truncated"] for row in written)
     looping = sum(text_repetition(i, [ids]).is_looping for i, ids in enumerate(greedy_ids))
     usages = [row["usage"] for row in (*written, *again)]
     lengths = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages]
-    longest = max(lengths) + ENDING
     return AnswerCounts(
         written=len(written),
         sampled=len(again),
-        served=sum(len(read_answers(one.served)) for one in (greedy, *sampled)),
-        given=len(chats),
         validation=num_validation,
         tokens=sum(usage["completion_tokens"] for usage in usages),
         row_tokens=sum(lengths),
         truncated=truncated,
         looping=looping,
-        complete=greedy.is_whole,
+        complete=is_whole(greedy),
         draft_vocab_size=size,
         coverage=covered,
-        max_length=max(longest, 2048) if chats else longest,
+        max_length=max(lengths) + ENDING,
         warnings=warnings_of(len(written), truncated=truncated, looping=looping),
     )
-
-
-def learnt_chats(given: Path, judged: Iterable[str]) -> list[dict[str, Any]]:
-    """The given chats without those that ask what validation rows are judged by; none without such a file."""
-    never = {plain(question) for question in judged}
-    asked = read_asked(str(given)) if given.exists() and given.stat().st_size else ()
-    return [chat.row for chat in asked if plain(chat.question) not in never]
 
 
 def num_validation_rows(budget: float) -> int:
@@ -268,16 +190,12 @@ def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:
 
 def answer_ids_of(row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
     """The token ids of the answers that the target has just written into a row; of their texts where it has none."""
-    sequences = row.get(KEY, {}).get("sequences")
-    if sequences is None:
-        return [tokenizer(text, add_special_tokens=False).input_ids for text in assistant_texts(row)]
-    return [sequence["input_ids"][start:end] for sequence in sequences for _, start, end in sequence["turns"]]
-
-
-def assistant_texts(row: dict[str, Any]) -> list[str]:
-    """The texts of a row's assistant messages."""
+    if (written := row.get(KEY)) is not None:
+        turns = [(sequence, turn) for sequence in written["sequences"] for turn in sequence["turns"]]
+        return [sequence["input_ids"][start:end] for sequence, (_, start, end) in turns]
     messages = row.get("messages") or [{"role": "assistant", "content": row.get("response")}]
-    return [message["content"] for message in messages if message.get("role") == "assistant" and message.get("content")]
+    texts = [message.get("content") for message in messages if message["role"] == "assistant"]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts if text]
 
 
 def warnings_of(num_rows: int, *, truncated: int, looping: int) -> list[str]:

@@ -7,13 +7,11 @@ from pathlib import Path
 from ...base.errors import BadInput
 from ...engines.export import read_folder, windowed
 from ...engines.servers.how_to_serve import commands_of_engine, how_to_serve, under_adapter
-from ...engines.servers.setting import OURS
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
 from ...eval.report.recommendation import recommend
 from ...eval.report.results.document import read_report
-from ...eval.report.results.drafter_words import WITH_ANSWERS
 from .answers import LEAST_ANSWERS, answer
 from .in_server import LOOKUP as SERVED_LOOKUP
 from .in_server import (
@@ -51,9 +49,9 @@ NO_CANDIDATE = (
 # What the stages need
 
 
-def num_exporting(engine: str) -> int:
-    """Commands that are started behind the evaluation."""
-    return 0 if engine == OURS else EXPORTING
+def exporting_seconds(run: AutoRun) -> float:
+    """Estimated seconds of what follows the evaluation."""
+    return 0.0 if run.settings.engine.is_ours else EXPORTING * run.machine.start_seconds
 
 
 def batch_seconds(run: AutoRun) -> float:
@@ -66,13 +64,12 @@ def batch_seconds(run: AutoRun) -> float:
 def ending_seconds(run: AutoRun, num_batches: int) -> float:
     """Estimated seconds of an evaluation of that many batches, but at least of LEAST_TIMED, of export and check."""
     if serving := server_of(run):
-        settings, num_prompts = run.settings, max(num_batches * run.machine.batch_size, LEAST_TIMED)
-        seconds, most = EVALUATION * settings.budget, settings.max_new_tokens
-        timed = plan_served(run, serving, num_drafters=2, most=most, held_out=num_prompts, seconds=seconds).seconds
+        num_prompts, seconds = max(num_batches * run.settings.batch_size, LEAST_TIMED), EVALUATION * run.settings.budget
+        timed = plan_served(run, serving, num_drafters=2, held_out=num_prompts, seconds=seconds).seconds
     else:
         timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
     loading = run.machine.load_seconds * (2 if run.settings.adapter else 1)
-    return timed / SAFETY + loading + (1 + num_exporting(run.settings.engine.name)) * run.machine.start_seconds
+    return timed / SAFETY + loading + run.machine.start_seconds + exporting_seconds(run)
 
 
 def check_budget(run: AutoRun) -> float:
@@ -82,10 +79,11 @@ def check_budget(run: AutoRun) -> float:
     needed, machine, max_new_tokens = 0.0, run.machine, run.settings.max_new_tokens
     if machine.able:
         num_tokens, serving = LEAST_ANSWERS * max_new_tokens, server_of(run)
-        answering = num_tokens * machine.baseline_ms / 1000
-        if serving is not None:  # our own engine answers where the server takes too long to start
-            answering = min(answering, serving.start_seconds + num_tokens / served_rate(serving))
-        answering += machine.begin_seconds
+        answering = machine.begin_seconds
+        if serving is None:
+            answering += num_tokens * machine.baseline_ms / 1000
+        else:
+            answering += serving.start_seconds + num_tokens / served_rate(serving)
         fitted = FITTING * min(machine.start_tokens, num_tokens)
         training = [fitted * able.token_seconds + 3 * LEAST_STEPS * able.step_seconds for able in machine.able]
         learning = 2 * machine.begin_seconds + min(training)
@@ -100,7 +98,7 @@ def check_budget(run: AutoRun) -> float:
 def end_of_learning(run: AutoRun) -> float:
     """The second of the budget at which training ends: what follows is enough for all held-out prompts, limited to the
     share EVALUATION of the budget; at least enough for one batch."""
-    num_batches = -(-known(run.journal.split).held_out // run.machine.batch_size)
+    num_batches = -(-known(run.journal.split).held_out // run.settings.batch_size)
     most = min(ending_seconds(run, num_batches), EVALUATION * run.settings.budget)
     return run.settings.budget - max(most, ending_seconds(run, 1))
 
@@ -113,62 +111,48 @@ def evaluation_seconds(run: AutoRun) -> float:
     left = max(run.clock.left, 0)
     if not run.journal.trained:
         left = min(LOOKUP_SECONDS, left)
-    return left - num_exporting(run.settings.engine.name) * run.machine.start_seconds
+    return left - exporting_seconds(run)
 
 
 def plan_evaluation(run: AutoRun) -> Evaluation:
     """How many held-out prompts there is time for (whole batches, at least LEAST_TIMED), and the head's K."""
-    trained, machine = run.journal.trained, run.machine
-    held_out, seconds = known(run.journal.split).held_out, evaluation_seconds(run) - machine.begin_seconds
+    trained, seconds = run.journal.trained, evaluation_seconds(run) - run.machine.begin_seconds
+    held_out = known(run.journal.split).held_out
     length = trained.score.num_draft_tokens if trained and trained.score else DEFAULT_DRAFT_TOKENS
     if serving := server_of(run):
-        most, num_drafters = run.settings.max_new_tokens, 1 if trained is None else 2
-        plan = plan_served(
-            run, serving, num_drafters=num_drafters, most=most, held_out=held_out, seconds=max(seconds, 0.0)
-        )
+        num_drafters = 1 if trained is None else 2
+        plan = plan_served(run, serving, num_drafters=num_drafters, held_out=held_out, seconds=max(seconds, 0.0))
         return Evaluation(plan.num_prompts, length, has_look_ups=plan.num_drafters == num_drafters)
     num_batches = int(seconds * SAFETY / batch_seconds(run) + 1e-6)
-    return Evaluation(min(max(num_batches, LEAST_TIMED) * machine.batch_size, held_out), length)
+    return Evaluation(min(max(num_batches, LEAST_TIMED) * run.settings.batch_size, held_out), length)
 
 
 def evaluate(run: AutoRun) -> str:
-    """Measures on held-out prompts, in the engine's server where one can be started; returns the path of report.json.
+    """Measures on held-out prompts: the head and look-ups in the engine's server where one can be started; in our own
+    engine also both together. Returns the path of report.json; empty if the server failed, as the journal then says.
 
-    Raises: as `evaluate_here`.
+    Raises: BadInput if our own engine fails.
     """
-    serving = server_of(run)
-    if serving is None:
-        return evaluate_here(run)
-    evaluation, head, most = known(run.journal.evaluation), head_of(run), run.settings.max_new_tokens
+    evaluation, settings, head = known(run.journal.evaluation), run.settings, head_of(run)
     length, seconds = evaluation.num_draft_tokens, evaluation_seconds(run)
+    asked = ["--limit", str(evaluation.num_prompts), "--max-new-tokens", str(settings.max_new_tokens)]
+    asked += window_of(run) if head else []
     drafters = [f"head:{head}@{length}"] if head else []
-    drafters += [f"{SERVED_LOOKUP}@{length}"] if evaluation.has_look_ups else []
-    asked = ["--limit", str(evaluation.num_prompts), "--max-new-tokens", str(most), *(window_of(run) if head else [])]
-    if report := measure_in_server(run, serving, drafters, asked, seconds=seconds):
-        return report
-    run.journal.evaluation = plan_evaluation(run)
-    run.write()
-    return evaluate_here(run) if head else ""
-
-
-def evaluate_here(run: AutoRun) -> str:
-    """Measures the head, look-ups, and both together in our engine; returns the path of report.json.
-
-    Raises: BadInput if that fails; SystemExit after a signal to stop.
-    """
-    evaluation, output = known(run.journal.evaluation), run.folder / "eval"
-    head, answers = head_of(run), answers_to_look_up(run)
-    drafters = [f"head:{head}@{evaluation.num_draft_tokens}", f"{HYBRID}:{head}{answers}"] if head else []
+    if serving := server_of(run):
+        drafters += [f"{SERVED_LOOKUP}@{length}"] if evaluation.has_look_ups else []
+        return measure_in_server(run, serving, drafters, asked, seconds=seconds)
+    answers, output = answers_to_look_up(run), run.folder / "eval"
+    drafters += [f"{HYBRID}:{head}{answers}"] if head else []
+    adapter = ["--adapter", settings.adapter] if settings.adapter else []
     arguments = [
-        *("eval", *target_arguments(run)),
+        *("eval", "--target", settings.target, *adapter, "--dtype", run.machine.dtype, "--device", settings.device),
         *(word for drafter in (*drafters, LOOKUP + answers) for word in ("--drafter", drafter)),
-        *("--prompts", str(run.data / "held_out.jsonl"), "--limit", str(evaluation.num_prompts)),
-        *("--max-new-tokens", str(run.settings.max_new_tokens), *(window_of(run) if head else [])),
-        *("--batch-size", str(run.machine.batch_size), "--repeats", "1", "--output", str(output)),
+        *("--prompts", str(run.data / "held_out.jsonl"), *asked),
+        *("--batch-size", str(settings.batch_size), "--repeats", "1", "--output", str(output)),
     ]
     measured = "the head and look-ups" if head else "look-ups, since no head can pay,"
     what = f"measuring {measured} on {evaluation.num_prompts} held-out prompts"
-    record = run.step(what, arguments, name="eval", seconds=evaluation_seconds(run))
+    record = run.step(what, arguments, name="eval", seconds=seconds)
     if not (output / "report.json").exists():
         raise BadInput(f"the evaluation failed: {record.last_line}")
     return str(output / "report.json")
@@ -176,22 +160,24 @@ def evaluate_here(run: AutoRun) -> str:
 
 def decide(run: AutoRun) -> Decision:
     """Decides what to deploy. A head for another engine is exported and checked first, which writes `exported`."""
-    head, engine = head_of(run), run.settings.engine.name
-    if not run.journal.report:
-        decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
-    elif server_of(run):
-        decision, best = decide_served(run.journal.report, lookup=LOOKUP)
+    head, engine, journal = head_of(run), run.settings.engine, run.journal
+    if journal.report and server_of(run):
+        decision, best = decide_served(journal.report, lookup=LOOKUP)
         if best is not None:
             is_head = decision.drafter != LOOKUP
             told = served_commands(run, best.num_draft_tokens, head) if is_head else best.commands[1:]
             decision.commands.extend(told)
-    else:
+    elif journal.report:
         decision = decide_by_report(run, head)
-        if engine != OURS:
-            decision = without_server(decision, run.journal.serving, engine)
-    if decision.deploy and engine != OURS and decision.drafter != LOOKUP:
+        decision = decision if engine.is_ours else without_server(decision, journal.serving, engine.name)
+    elif head:
+        why = known(journal.serving).problem
+        decision = Decision(False, "Do not deploy: the head could not be measured in the server", [why], [])
+    else:
+        decision = Decision(False, "Do not deploy a head: none can pay here", [], [])
+    if decision.deploy and not engine.is_ours and decision.drafter != LOOKUP:
         try:
-            run.journal.exported = export(run, head)
+            journal.exported = export(run, head)
         except BadInput as error:
             decision.cautions.append(f"It is not exported: {error}")
             decision.commands.clear()
@@ -225,16 +211,10 @@ def window_of(run: AutoRun) -> list[str]:
     return ["--draft-window", run.settings.draft_window] if run.settings.draft_window else []
 
 
-def target_arguments(run: AutoRun) -> list[str]:
-    adapter = ["--adapter", run.settings.adapter] if run.settings.adapter else []
-    return ["--target", run.settings.target, *adapter, "--dtype", run.machine.dtype, "--device", run.machine.device]
-
-
 def answers_to_look_up(run: AutoRun) -> str:
-    """The part of a drafter's specification that names the file of the target's answers; empty if there is none, or it
-    contains given chats as well."""
-    path, answers = run.data / "train.jsonl", run.journal.answers
-    return f":{path}" if answers is not None and not answers.given and path.is_file() else ""
+    """The part of a drafter's specification that names the file of the target's answers; empty if there is none."""
+    path = run.data / "train.jsonl"
+    return f":{path}" if path.is_file() else ""
 
 
 def decide_by_report(run: AutoRun, head: str) -> Decision:
@@ -242,20 +222,26 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
 
     Args: head: folder; empty if no head was trained.
     """
+    settings = run.settings
     results = read_report(Path(run.journal.report)).results
-    results = [one for one in results if (one.adapter is not None) == bool(run.settings.adapter)]
-    advice = recommend([one for one in results if run.settings.engine.is_ours or not looks_up(one)])
+    results = [one for one in results if (one.adapter is not None) == bool(settings.adapter)]
+    advice = recommend([one for one in results if settings.engine.is_ours or not looks_up(one)])
     best = advice.best
     if not advice.is_deployable or best is None:
         return Decision(False, advice.headline, advice.reasons, advice.cautions)
-    drafter = specification(best, head, answers_to_look_up(run))
+    drafter, length = specification(best, head, answers_to_look_up(run)), best.num_draft_tokens
+    if settings.engine.is_ours:  # which has no server: in another
+        window = settings.draft_window
+        commands = how_to_serve(drafter, length, has_tree=False, target=settings.target, window=window)
+    else:
+        commands = served_commands(run, length, head)
     return Decision(
         deploy=True,
         headline=advice.headline,
         reasons=advice.reasons,
         cautions=[*advice.cautions, *domains_without_gain(best)],
         drafter=drafter,
-        commands=serving_commands(run, best, drafter, head),
+        commands=commands,
         speedup=best.speedup,
         speedup_ci95=list(best.speedup_ci95),
     )
@@ -268,19 +254,9 @@ def looks_up(result: Result) -> bool:
 
 def specification(result: Result, head: str, answers: str) -> str:
     """Its drafter as `headstart eval --drafter` takes it. Args: answers: as of `answers_to_look_up`."""
-    if not looks_up(result):
-        return f"head:{head}"
-    file = answers if WITH_ANSWERS in result.drafter else ""
-    return LOOKUP + file if result.drafter.startswith(LOOKUP) else f"{HYBRID}:{head}{file}"
-
-
-def serving_commands(run: AutoRun, best: Result, drafter: str, head: str) -> list[str]:
-    """Command lines that serve the best result in the engine, of ours, which has no server, in another."""
-    if run.settings.engine.is_ours:
-        has_tree = "chain" not in best.tree
-        window, target = run.settings.draft_window, run.settings.target
-        return how_to_serve(drafter, best.num_draft_tokens, has_tree=has_tree, target=target, window=window)
-    return served_commands(run, best.num_draft_tokens, head)
+    if result.drafter.startswith(HYBRID):
+        return f"{HYBRID}:{head}{answers}"
+    return LOOKUP + answers if looks_up(result) else f"head:{head}"
 
 
 def served_commands(run: AutoRun, length: int | None, head: str) -> list[str]:
@@ -317,11 +293,7 @@ def stages(server: TargetServer) -> list[Stage[AutoRun]]:
     """In their order. Args: server: of the run's target."""
     return [
         Stage("split", split),
-        Stage(
-            "serving",
-            lambda run: try_server(run, most=run.settings.max_new_tokens),
-            lambda run: not run.settings.engine.is_ours,
-        ),
+        Stage("serving", try_server, lambda run: not run.settings.engine.is_ours),
         Stage("machine", lambda run: measure(run, server)),
         Stage("least_budget", check_budget),
         Stage("answers_until", lambda run: run.clock.used + ANSWERS * run.settings.budget, can_learn),

@@ -3,7 +3,6 @@
 Each file of configs/auto is a candidate. A family without such a file takes part with its config of configs/heads.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,14 +59,11 @@ def find_candidates(engine: str = OURS) -> list[Candidate]:
         keeping = {family for family, serving in SERVINGS.items() if serving.keeps_vocabulary}
         candidates = [replace(c, cuts_vocabulary=c.cuts_vocabulary and c.head.type in keeping) for c in candidates]
         on_cpu = ENGINES[engine].keys_on_cpu if default_device() == "cpu" and engine in ENGINES else {}
-        candidates = [replace(c, head=with_keys(c.head, on_cpu)) for c in candidates]
+        for number, one in enumerate(candidates):
+            told = {key: value for key, value in on_cpu.items() if hasattr(one.head, key)}
+            candidates[number] = replace(one, head=replace(one.head, **told))
     families = list(HEADS)
     return sorted(candidates, key=lambda candidate: (families.index(candidate.head.type), candidate.name))
-
-
-def with_keys(head: HeadConfig, told: Mapping[str, Any]) -> HeadConfig:
-    """The config with these of its keys."""
-    return replace(head, **{key: value for key, value in told.items() if hasattr(head, key)})
 
 
 def heads_read(engine: str, target: str) -> list[HeadConfig]:

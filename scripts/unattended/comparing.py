@@ -6,7 +6,6 @@ it is better on new traffic and no worse on old rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from shlex import quote
 
 import torch
 
@@ -20,10 +19,8 @@ from ...data_pipelines.rows.traffic import ServedChat
 from ...data_pipelines.storage.shard_file import StoredSample
 from ...eval.figures.metrics import LEAST_TIMED, Acceptance, expected_acceptance, ratio_and_interval, rounded
 from ...eval.report.results.one_result import grouped
-from ...eval.report.served_page import cautions as served_cautions
-from ...eval.report.served_page import sentences
-from ...eval.served.served_result import ServedResult, lower_end_among
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
+from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
 from .held_out import NEW, OLD
 from .running.journal import Compared, Decision
@@ -72,6 +69,7 @@ def draft_rows(
 
     Args: check_stop: called before each batch; it may raise SystemExit.
     """
+    pack_linears(target.base)  # as training does
     left, drafted = sorted(rows, key=lambda row: len(row[1])), list[DraftedRow]()
     num_draft = min(heads[0].num_depths, heads[0].default_draft_tokens)
     while left:
@@ -119,24 +117,10 @@ def compare(traffic: str, domain: str, drafted: Sequence[DraftedRow]) -> Compare
     )
 
 
-def decide_between(
-    compared: Sequence[Compared],
-    *,
-    target: str,
-    head: str,
-    new_head: str,
-    prompts: str,
-    engine: str,
-    adapter: str = "",
-    served: Sequence[ServedResult] = (),
-) -> Decision:
-    """Decides between the old head and the new one.
+def decide_between(compared: Sequence[Compared]) -> Decision:
+    """Decides between the old head and the new one, without the commands that carry it out.
 
-    Args:
-        compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
-        target, head, new_head, prompts, engine, adapter: for the commands.
-        served: the new head beside the old one in the server; if there are any, they say which is better on new
-            traffic.
+    Args: compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
     """
     whole = {part.traffic: part for part in compared if part.domain == ALL}
     new, old = whole[NEW], whole.get(OLD)
@@ -144,12 +128,7 @@ def decide_between(
     if new.ratio is None or new.conversations < LEAST_TIMED:
         few = f"{new.conversations} conversations could be compared, {LEAST_TIMED} are the least."
         return Decision(False, STAYS, [few], cautions)
-    reasons = [*sentences(served), f"On new traffic: {ratio_in_words(new)}."]
-    low = new.interval[0] or 0.0
-    cautions += [f"{line}." for line in served_cautions(served)]
-    if served:  # faster under a load, and slower under none
-        low = max(lower_end_among(one, len(served)) for one in served)
-        low = 0.0 if any(not one.is_right or (one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
+    reasons, low = [f"On new traffic: {ratio_in_words(new)}."], new.interval[0] or 0.0
     is_better = low > LEAST_GAIN
     if not is_better:
         least = f", but not shown to be by the {100 * (LEAST_GAIN - 1):.0f} % that a new deployment is worth"
@@ -170,15 +149,9 @@ def decide_between(
         for part in compared
         if part.domain != ALL and part.interval[1] is not None and part.interval[1] < 1
     ]
-    if not (is_better and keeps):
-        return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
-    under = f"--adapter {quote(adapter)} " if adapter else ""
-    commands = [
-        f"headstart eval --target {quote(target)} {under}--drafter head:{quote(head)} --drafter head:{quote(new_head)} "
-        f"--prompts {quote(prompts)} --output EVAL",
-        f"headstart export {quote(new_head)} SERVED --to {engine} --target {quote(target)}",
-    ]
-    return Decision(True, "Deploy the new head", reasons, cautions, commands)
+    if is_better and keeps:
+        return Decision(True, "Deploy the new head", reasons, cautions)
+    return Decision(False, FORGETS if is_better else STAYS, reasons, cautions)
 
 
 def ratio_in_words(compared: Compared) -> str:

@@ -16,8 +16,8 @@ from ...data_pipelines.answers.conversations import SamplingConfig, exchanges
 from ...data_pipelines.rows.sources import iter_rows
 from ...data_pipelines.rows.traffic import ServedChat
 from ...eval.figures.metrics import LEAST_TIMED
-from ...targets.chat.messages import ROLES, plain_text
-from ...targets.chat.rows import VARIABLES, answer_in, known_keys
+from ...targets.chat.messages import plain_text
+from ...targets.chat.rows import VARIABLES
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
 MOST_CONVERSATIONS = 64  # held out by refit
@@ -46,7 +46,7 @@ def held_out_questions(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of --prompts or --chats. Rows whose questions are the same when `plain` are duplicates."""
+    """A row of --prompts. Rows whose questions are the same when `plain` are duplicates."""
 
     question: str  # the messages before the first answer, as JSON
     told: dict[str, Any]  # what else the chat template is told, as rows record it
@@ -74,32 +74,24 @@ def plain(question: str) -> str:
 
 
 def split_prompts(
-    prompts: str, chats: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int, is_plain: bool = False
-) -> tuple[int, int, int]:
-    """Splits the prompts into held-out ones and ones for the target to answer, and selects the chats to learn from.
+    prompts: str, folder: Path, *, most: int = MOST_PROMPTS, seed: int, is_plain: bool = False
+) -> tuple[int, int]:
+    """Splits the prompts into held-out ones and ones for the target to answer.
 
-    Writes into `folder`: held_out.jsonl; prompts.jsonl, shuffled, so that the prompts answered in time are a random
-    sample; and given.jsonl, the rows of `chats` that have an answer and whose question is not held out.
+    Writes into `folder`: held_out.jsonl; and prompts.jsonl, shuffled, so that the prompts answered in time are a random
+    sample.
 
-    Args:
-        chats: file of answered rows; empty: none.
-        most: prompts that are held out. is_plain: whether the target continues plain prompts, without a chat template.
+    Args: most: prompts that are held out. is_plain: whether the target has no chat template, and continues prompts.
 
-    Returns the numbers of held-out prompts, of prompts to answer, and of duplicate rows.
-    Raises BadInput if there are too few different prompts, or chats of which none has an answer.
+    Returns the numbers of held-out prompts and of prompts to answer; of duplicate rows one counts.
+    Raises BadInput if there are too few different prompts.
     """
-    rows = list(read_asked(prompts))
-    once = {asked.question: asked for asked in {plain(asked.question): asked for asked in rows}.values()}
+    rows = {plain(asked.question): asked for asked in read_asked(prompts)}
+    once = {asked.question: asked for asked in rows.values()}
     held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
     write_rows(folder / "held_out.jsonl", [held_out_row(once[question], is_plain=is_plain) for question in held_out])
     write_rows(folder / "prompts.jsonl", [once[question].row for question in asked])
-    if chats:
-        given, never = list(read_asked(chats)), set(map(plain, held_out))
-        answered = [chat for chat in given if is_answered(chat.row)]
-        if not answered:
-            raise BadInput(f"--chats {chats}: none of its {len(given)} rows ends with an answer")
-        write_rows(folder / "given.jsonl", [chat.row for chat in answered if plain(chat.question) not in never])
-    return len(held_out), len(asked), len(rows) - len(once)
+    return len(held_out), len(asked)
 
 
 def held_out_row(asked: PromptRow, *, is_plain: bool) -> dict[str, Any]:
@@ -109,14 +101,6 @@ def held_out_row(asked: PromptRow, *, is_plain: bool) -> dict[str, Any]:
     if is_plain and [message["role"] for message in messages] == ["user"] and not asked.told:
         return {"prompt": messages[0]["content"], **domain}
     return {"messages": messages, **asked.told, **domain}
-
-
-def is_answered(row: dict[str, Any]) -> bool:
-    """Whether a row of --chats ends with an answer."""
-    data = known_keys(row)
-    messages = data.get("messages") or data.get("conversations") or [{}]
-    last = messages[-1]
-    return ROLES.get(str(last.get("role", last.get("from")))) == "assistant" or bool(answer_in(data))
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -1,5 +1,5 @@
-"""Unattended runs in the engine's own server: it is tried before training, and measures heads when they are trained;
-what it does in between is in `target_server`.
+"""`headstart auto` in the engine's own server: it is tried before training, and measures heads when they are trained;
+what it does in between, for refit too, is in `target_server`.
 
 What it does not do is done by our own engine, and the run says so in a line.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...engines.servers.registry import SERVER_ENGINES
+from ...engines.servers.setting import EngineSetting
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
@@ -20,12 +21,11 @@ from ...eval.served.load import Load
 from ...eval.served.served_result import ServedResult, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
-from .running.session import Session, Settings
+from .running.session import AutoRun, Session
 
 TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
 LOOKUP = "ngram"  # the drafter that a server has by itself
 REPEATS = 2  # of a measurement: four pairs of blocks, the fewest that give an interval over blocks
-STARTING = 0.5  # upper limit: share of the time for answers until the server is ready, and has answered the least
 NO_GAIN = "Do not deploy: no measured setting is proved to be faster in the server"
 
 
@@ -38,49 +38,39 @@ class ServedPlan:
     seconds: float
 
 
-def engine_words(settings: Settings) -> list[str]:
-    """What `headstart eval` is told of the server."""
-    return [*settings.engine.flags(), *(word for size in settings.concurrency for word in ("--concurrency", str(size)))]
-
-
-def why_not(settings: Settings) -> str:
-    """Why no server of the engine is started here; empty: it may be."""
-    engine = SERVER_ENGINES.get(settings.engine.name)
+def check_startable(setting: EngineSetting) -> None:
+    """Raises BadInput where no server of the engine is started here."""
+    engine = SERVER_ENGINES.get(setting.name)
     if engine is None or not engine.can_start:
-        return f"no server of {settings.engine.name} is started here"
+        raise BadInput(f"no server of {setting.name} is started here")
     package = importlib.util.find_spec(engine.name)  # without an origin: a folder of that name alone
-    if not settings.engine.python and (package is None or package.origin is None):
-        return f"{engine.title} is not in this Python; --engine-python names one that has it"
-    return ""
+    if not setting.python and (package is None or package.origin is None):
+        raise BadInput(f"{engine.title} is not in this Python; --engine-python names one that has it")
 
 
-def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
-    """Starts the engine's server, with look-ups and without, and asks it a little.
-
-    Args: most: tokens of an answer, when heads are measured. Raises: SystemExit after a signal to stop."""
-    if problem := why_not(run.settings):
-        run.say(f"{problem}: decided by our own engine")
-        return ServerTrial(problem)
-    title, started = SERVER_ENGINES[run.settings.engine.name].title, run.clock.used
-    asked = ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
+def try_server(run: AutoRun) -> ServerTrial:
+    """Starts the engine's server, with look-ups and without, and asks it a little."""
+    started, asked = run.clock.used, ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
-    what = f"trying {title}'s server"
-    report, problem = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
-    if problem:
-        return ServerTrial(problem)
-    results = read_served(Path(report)).results
-    sides = [side for one in results for side in (one.baseline, one.drafted)]
-    asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
-    serving = ServerTrial(
-        start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
-        tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
-    )
-    least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
-    if least <= SERVED_EVALUATION * run.settings.budget:
-        return serving
-    late = f"measuring in it takes {clock_text(least)} at least, more than {SERVED_EVALUATION:.0%} of the budget"
-    run.say(f"{late}: decided by our own engine")
-    return replace(serving, problem=late)
+    try:
+        check_startable(run.settings.engine)
+        what = f"trying {SERVER_ENGINES[run.settings.engine.name].title}'s server"
+        report = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
+        results = read_served(report).results
+        sides = [side for one in results for side in (one.baseline, one.drafted)]
+        asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)
+        serving = ServerTrial(
+            start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
+            tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
+        )
+        least = plan_served(run, serving, num_drafters=1, held_out=LEAST_TIMED, seconds=0.0).seconds
+        if least > SERVED_EVALUATION * run.settings.budget:
+            share = f"more than {SERVED_EVALUATION:.0%} of the budget"
+            raise BadInput(f"measuring in it takes {clock_text(least)} at least, {share}")
+    except BadInput as error:
+        run.say(f"{error}: decided by our own engine")
+        return ServerTrial(str(error))
+    return serving
 
 
 def served_rate(serving: ServerTrial) -> float:
@@ -89,20 +79,22 @@ def served_rate(serving: ServerTrial) -> float:
 
 
 def measure_in_server(
-    run: Session[Any, Any], serving: ServerTrial, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
+    run: AutoRun, serving: ServerTrial, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
 ) -> str:
     """The path of report.json; empty where it failed, which the journal then says.
 
     Args: drafters: as --drafter takes them. asked: which of the held-out rows, and how. seconds: expected."""
     what = f"measuring in {SERVER_ENGINES[run.settings.engine.name].title} on held-out prompts"
-    report, problem = served_report(run, what, drafters, asked, name="eval_served", seconds=seconds)
-    if problem:
-        run.journal.serving = replace(serving, problem=problem)
-    return report
+    try:
+        return str(served_report(run, what, drafters, asked, name="eval_served", seconds=seconds))
+    except BadInput as error:
+        run.say(f"{error}: nothing is decided in it")
+        run.journal.serving = replace(serving, problem=str(error))
+        return ""
 
 
 def served_report(
-    run: Session[Any, Any],
+    run: AutoRun,
     what: str,
     drafters: Sequence[str],
     asked: Sequence[str],
@@ -111,25 +103,20 @@ def served_report(
     repeats: int = REPEATS,
     seconds: float | None = None,
     until: float | None = None,
-) -> tuple[str, str]:
-    """The path of report.json of a measurement of held-out rows in the server, or why there is none."""
+) -> Path:
+    """The path of report.json of a measurement of held-out rows in the server. Raises: BadInput if there is none."""
     output, settings = run.folder / name, run.settings
-    arguments = ["eval", *engine_words(settings), "--target", settings.target]
+    arguments = ["eval", *settings.engine.flags(), "--target", settings.target]
     arguments += ["--adapter", settings.adapter] if settings.adapter else []
+    arguments += [word for size in settings.concurrency for word in ("--concurrency", str(size))]
     arguments += [word for drafter in drafters for word in ("--drafter", drafter)]
     arguments += ["--prompts", str(run.data / "held_out.jsonl"), "--repeats", str(repeats)]
-    try:
-        arguments += [*asked, "--output", str(output)]
-        record = run.step(what, arguments, name=name, seconds=seconds, until=until)
-        late = f"it had no answer in the {TRIAL:.0%} of the budget that are for trying it"
-        problem = late if record.stopped else f"it could not be measured: {record.last_line}"
-    except BadInput as error:
-        problem = str(error)
+    record = run.step(what, [*arguments, *asked, "--output", str(output)], name=name, seconds=seconds, until=until)
     report = output / "report.json"
-    if report.exists():
-        return str(report), ""
-    run.say(f"{problem}: decided by our own engine")
-    return "", problem
+    if not report.exists():
+        late = f"it had no answer in the {TRIAL:.0%} of the budget that are for trying it"
+        raise BadInput(late if record.stopped else f"it could not be measured: {record.last_line}")
+    return report
 
 
 def server_of(run: Session[Any, Any]) -> ServerTrial | None:
@@ -138,30 +125,28 @@ def server_of(run: Session[Any, Any]) -> ServerTrial | None:
     return None if serving is None or serving.problem else serving
 
 
-def starts(run: Session[Any, Any], *, repeats: int) -> int:
+def starts(run: AutoRun, *, repeats: int) -> int:
     """How often servers are started: one of each side where both have room, else anew at each change of sides."""
     return 2 if run.settings.engine.has_room_for_two else 2 * repeats + 1
 
 
-def served_seconds(run: Session[Any, Any], serving: ServerTrial, *, num_prompts: int, most: int) -> float:
-    """Estimated seconds of a measurement of one drafter in the server. Args: most: tokens of an answer."""
+def served_seconds(run: AutoRun, serving: ServerTrial, *, num_prompts: int) -> float:
+    """Estimated seconds of a measurement of one drafter in the server."""
     seconds = starts(run, repeats=REPEATS) * serving.start_seconds
     for size, speed in zip(run.settings.concurrency, serving.tokens_per_second, strict=True):
-        tokens = len(Load(size).numbers(num_prompts)) * most
+        tokens = len(Load(size).numbers(num_prompts)) * run.settings.max_new_tokens
         seconds += 4 * REPEATS * tokens / max(speed, 1e-3)
     return seconds
 
 
-def plan_served(
-    run: Session[Any, Any], serving: ServerTrial, *, num_drafters: int, most: int, held_out: int, seconds: float
-) -> ServedPlan:
+def plan_served(run: AutoRun, serving: ServerTrial, *, num_drafters: int, held_out: int, seconds: float) -> ServedPlan:
     """The measurement there is time for: of fewer prompts, and if need be of one drafter; LEAST_TIMED prompts at least.
 
-    Args: num_drafters, held_out: of drafters and prompts, at most. most: tokens of an answer."""
+    Args: num_drafters, held_out: of drafters and prompts, at most."""
     least, plans = min(LEAST_TIMED, held_out), list[ServedPlan]()
     for drafters in dict.fromkeys((num_drafters, 1)):
         for num_prompts in range(held_out, least - 1, -1):
-            timed = drafters * served_seconds(run, serving, num_prompts=num_prompts, most=most)
+            timed = drafters * served_seconds(run, serving, num_prompts=num_prompts)
             plans.append(ServedPlan(drafters, num_prompts, timed))
     return next((plan for plan in plans if plan.seconds <= seconds * SAFETY), plans[-1])
 
@@ -177,14 +162,9 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
     if not paying:
         return Decision(False, NO_GAIN, said, [f"{line}." for line in served_cautions(results)]), None
-    best, cautions = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0), list[str]()
+    best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
     same = [one for one in results if one.drafter == best.drafter]
-    if slower := [one.load.name for one in same if (one.speedup_ci95[1] or 1.0) < 1]:
-        cautions.append(f"Slower at {', '.join(slower)}: leave drafts off there.")
-    if off := [one.load.name for one in same if not one.pays and one.load.name not in slower]:
-        cautions.append(f"Not shown to be faster at {', '.join(off)}.")
-    if schedule := schedule_line(same):
-        cautions.append(schedule)
+    cautions = [schedule] if (schedule := schedule_line(same)) else []
     if len(results) > 1:
         low = lower_end_among(best, len(results))
         cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")

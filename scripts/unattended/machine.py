@@ -49,7 +49,7 @@ from .held_out import MOST_PROMPTS, split_prompts
 from .in_server import server_of
 from .running.clock import MACHINE
 from .running.journal import Machine, Measured, RoundCost, Split, known
-from .running.session import AutoRun, Settings
+from .running.session import AutoRun, Session, Settings
 from .running.steps import start_seconds
 from .target_server import TargetServer
 
@@ -64,22 +64,20 @@ TIMED_ROWS = 2  # in the batch of a timed optimizer step
 
 @dataclass(frozen=True)
 class TimedWorkload:
-    """What is served, as far as step times depend on it."""
+    """The served traffic, as far as step times depend on it."""
 
-    batch_size: int
     context: int  # tokens of a row before the timed rounds
     text: Sequence[int]  # token ids from the traffic, to fill rows with
-    max_new_tokens: int
-    window: str  # of heads, `--draft-window`
 
 
 def split(run: AutoRun) -> Split:
     """Splits the prompts. Raises: BadInput on unusable prompts or targets."""
     settings = run.settings
-    most = max(MOST_PROMPTS, LEAST_TIMED * settings.batch_size)
     is_plain = not load_tokenizer(TargetConfig(path=settings.target)).chat_template
-    counts = split_prompts(settings.prompts, settings.chats, run.data, most=most, seed=settings.seed, is_plain=is_plain)
-    return Split(*counts, context=workload(run, without_weights(settings)).context)
+    most = max(MOST_PROMPTS, LEAST_TIMED * settings.batch_size)
+    counts = split_prompts(settings.prompts, run.data, most=most, seed=settings.seed, is_plain=is_plain)
+    workload(run, without_weights(settings))  # refuses prompts that do not fit
+    return Split(*counts)
 
 
 def without_weights(settings: Settings) -> Target:
@@ -92,19 +90,12 @@ def without_weights(settings: Settings) -> Target:
 
 def measure(run: AutoRun, server: TargetServer) -> Machine:
     """Measures the machine, where the server gives states without the target's layers."""
-    settings, adapter = run.settings, run.settings.adapter or None
-    run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * settings.budget)
-    loading = list[float]()
-
-    def load() -> Target:
-        began = time.monotonic()
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
-        loading.append(round(time.monotonic() - began, 1))
-        return target
-
-    machine = server.reading(
-        lambda target: measure_machine(run, target, workload(run, target), sum(loading[-1:])), load
-    )
+    size, held_out = run.settings.batch_size, known(run.journal.split).held_out
+    if server_of(run) is None and held_out < LEAST_TIMED * size:
+        few = f"{held_out} prompts are held out, fewer than the {LEAST_TIMED} batches that an interval needs"
+        run.say(f"warning: --batch-size {size}: {few}: no gain can be proved")
+    run.say("measuring steps of the target, and rounds with each candidate", seconds=MACHINE * run.settings.budget)
+    machine = server.reading(partial(measure_machine, run))
     if not machine.able:
         server.close()  # nothing is asked of it
     return machine
@@ -119,13 +110,12 @@ def workload(run: AutoRun, target: Target) -> TimedWorkload:
         usable = f"only {len(suite.prompts)} held-out prompts are usable, at least {LEAST_TIMED} are needed"
         raise BadInput(f"--prompts: {usable}: {failed.row}: {failed.reason}")
     context = round(statistics.median(map(len, suite.prompts))) + max_new_tokens // 2
-    text = [token for prompt in suite.prompts for token in prompt]
-    return TimedWorkload(run.settings.batch_size, context, text, max_new_tokens, run.settings.draft_window)
+    return TimedWorkload(context, [token for prompt in suite.prompts for token in prompt])
 
 
-def measure_machine(run: AutoRun, target: Target, work: TimedWorkload, load_seconds: float) -> Machine:
+def measure_machine(run: AutoRun, target: Target) -> Machine:
     """Measures the baseline and the candidates in their order, as many as there is time for, and one that may pay."""
-    until = run.clock.used + MACHINE * run.settings.budget
+    until, work = run.clock.used + MACHINE * run.settings.budget, workload(run, target)
     try:
         skeleton = load_skeleton(TargetConfig(path=target.name))
     except NoSkeleton:
@@ -135,20 +125,18 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload, load_seco
         step_ms, prefill_ms = 1000 * rows / known(server_of(run)).tokens_per_second[0], 0.0
         costs_of = partial(served_costs, known(skeleton), num_rows=rows, step_seconds=step_ms / 1000)
     else:
-        cell = timed_cell(target, work, run.check_stop)
+        cell = timed_cell(run, target, work)
         for is_warm in (False, True):
             cell.run(reads_again=is_warm)
         step_ms, prefill_ms = cell.baseline.round_ms, cell.plain[-1].prefill_ms
-        costs_of = lambda head, _: round_costs(target, head, work, run.check_stop)  # noqa: E731
+        costs_of = partial(round_costs, run, target, work)
     measured, meter = list[Measured](), ProcessorMeter()
     for candidate in find_candidates(run.settings.engine.name):
         if run.clock.used > until and any(not earlier.out for earlier in measured):
             measured.append(Measured(candidate.name, out="there was no time to measure it"))
             continue
         with meter:
-            speed = measure_candidate(
-                target, skeleton, candidate, work, costs_of, engine=run.settings.engine.name, check_stop=run.check_stop
-            )
+            speed = measure_candidate(run, target, skeleton, candidate, work, costs_of)
         run.say(f"  {drafter_words(speed.name)}: {speed.out or f'speedup up to {speed.bound:.2f}'}")
         measured.append(speed)
     others = 0.0 if isinstance(target, ServedTarget) else meter.others() or 0.0  # beside it the server works
@@ -156,21 +144,19 @@ def measure_machine(run: AutoRun, target: Target, work: TimedWorkload, load_seco
         run.say(f"warning: other processes took {others:.0%} of the processor: a plan from such times may be far off")
     return Machine(
         round(step_ms, 3),
-        work.batch_size,
         str(target.dtype).removeprefix("torch."),
-        str(target.device),
         start_seconds=round(start_seconds(run.check_stop), 1),
         start_tokens=num_fitted(target.hidden_size),
         candidates=measured,
-        load_seconds=load_seconds,
+        load_seconds=round(run.load_seconds, 1),
         prefill_ms=round(prefill_ms, 3),
     )
 
 
 def timed_cell(
+    run: AutoRun,
     target: Target,
     work: TimedWorkload,
-    check_stop: Callable[[], None],
     head: DraftHead | None = None,
     settings: Sequence[DraftSetting] = (),
 ) -> TimedCell:
@@ -180,30 +166,28 @@ def timed_cell(
         head,
         settings,
         MeasureConfig(steps=default_steps(target.device)),
-        batch_size=work.batch_size,
+        batch_size=run.settings.batch_size,
         context=work.context,
         text=work.text,
-        on_round=check_stop,
+        on_round=run.check_stop,
     )
 
 
 def measure_candidate(
+    run: AutoRun,
     target: Target,
     skeleton: Target | None,
     candidate: Candidate,
     work: TimedWorkload,
     costs_of: Callable[[DraftHead, float], list[RoundCost]],
-    *,
-    engine: str,
-    check_stop: Callable[[], None],
 ) -> Measured:
     """Measures one candidate. `out` says why it is excluded: it does not fit the target or the engine, or cannot pay.
 
     Args: skeleton: the target without weights; None if there is none. costs_of: of a head's rounds, told the seconds in
-        which the target reads a token. check_stop: called meanwhile; it may raise SystemExit.
+        which the target reads a token.
     """
-    check_stop()
-    name = candidate.name
+    run.check_stop()
+    name, engine, window = candidate.name, run.settings.engine.name, run.settings.draft_window
     if not is_served(candidate, engine, target.name):
         return Measured(name, out=f"{engine} does not load heads of this family with this target")
     if isinstance(target, ServedTarget) and candidate.head.reads_layers:
@@ -214,15 +198,13 @@ def measure_candidate(
         config = candidate.with_vocabulary(assumed_vocabulary(target)).head
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         head = build_head(config, target, draft_token_ids=ids)
-        if work.window:
-            set_window(head, work.window)
+        if window:
+            set_window(head, window)
             if engine != OURS:
-                check_windowed(head.method, head.config.as_dict(), work.window, to=engine)
+                check_windowed(head.method, head.config.as_dict(), window, to=engine)
         parameters = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-        row_length = work.context + work.max_new_tokens // 2
-        step, token = measure_step(
-            target, head, candidate.train, work.text, row_length=row_length, check_stop=check_stop
-        )
+        row_length = work.context + run.settings.max_new_tokens // 2
+        step, token = measure_step(run, target, head, candidate.train, work.text, row_length=row_length)
         costs = costs_of(head, token)
     except Gone:
         raise
@@ -249,11 +231,13 @@ def assumed_vocabulary(target: Target) -> int | None:
 
 
 def round_costs(
-    target: Target, head: DraftHead, work: TimedWorkload, check_stop: Callable[[], None]
+    run: AutoRun, target: Target, work: TimedWorkload, head: DraftHead, token_seconds: float
 ) -> list[RoundCost]:
-    """Costs of rounds, relative to the baseline."""
-    head = ready(head, target)
-    cell = timed_cell(target, work, check_stop, head, [chain(length) for length in lengths(head)])
+    """Costs of rounds as measured here, relative to the baseline. Args: token_seconds: as of `served_costs`."""
+    # in the target's dtype and by the kernels of the machine, as `load_head` returns heads
+    head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    head.pack()
+    cell = timed_cell(run, target, work, head, [chain(length) for length in lengths(head)])
     cell.run()
     base = cell.baseline.round_ms
     return [RoundCost(time.num_draft_tokens, round(time.round_ms / base, 4)) for time in cell.rounds]
@@ -284,13 +268,6 @@ def lengths(head: DraftHead) -> list[int]:
     return sorted({1, (longest + 1) // 2, longest})
 
 
-def ready(head: DraftHead, target: Target) -> DraftHead:
-    """The head as `load_head` returns heads: in the target's dtype and on its device, by the kernels of the machine."""
-    head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    head.pack()
-    return head
-
-
 def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) -> tuple[int, float]:
     """The chain length with the highest predicted speedup, the shortest of equal ones, and that speedup.
 
@@ -307,13 +284,13 @@ def predict_length(rates: Sequence[float | None], costs: Sequence[RoundCost]) ->
 
 
 def measure_step(
+    run: Session[Any, Any],
     target: Target,
     head: DraftHead,
     train: dict[str, Any],
     text: Sequence[int],
     *,
     row_length: int,
-    check_stop: Callable[[], None],
 ) -> tuple[float, float]:
     """Seconds of an optimizer step (the target's forward, the head's forward and backward, the update), and of the
     target's forward per token.
@@ -323,7 +300,7 @@ def measure_step(
     Args:
         train: the `train` section of a run config.
         text: token ids to fill the rows with, repeated as often as needed.
-        row_length: tokens per row. check_stop: called between the parts; it may raise SystemExit.
+        row_length: tokens per row.
     """
     pack_linears(target.base)  # as training does
     config = build(TrainConfig, {**train, "output_dir": "", "max_steps": 100})
@@ -331,11 +308,11 @@ def measure_step(
     tokens = repeated_text(text, 0, TIMED_ROWS * row_length)
     rows = torch.tensor(tokens, device=target.device).view(TIMED_ROWS, row_length)  # [B, T]
     forward_backward(target, head, rows[:1, : min(row_length, 16)])  # warm-up
-    check_stop()
+    run.check_stop()
     started = time.perf_counter()
     reading = forward_backward(target, head, rows)
     batch_seconds = time.perf_counter() - started
-    check_stop()
+    run.check_stop()
     optimizer.step()  # the first one also allocates the optimizer's state
     started = time.perf_counter()
     optimizer.step()

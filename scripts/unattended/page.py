@@ -69,12 +69,12 @@ def write_auto_page(run: AutoRun) -> list[str]:
     journal, machine, decision = run.journal, run.machine, known(run.journal.decision)
     speedup = ratio_text(decision.speedup, decision.speedup_ci95)
     warnings = journal.answers.warnings if journal.answers else []
-    target, device = short_name(run.settings.target), f"{machine.device}, {machine.dtype}"
+    target, device = short_name(run.settings.target), f"{run.settings.device}, {machine.dtype}"
     conclusion = concluded(decision, speedup, "speedup [95 % interval], on held-out prompts", more=warnings)
     path = write_page(
         run,
         conclusion,
-        heading=f"{target} on {device}, {requests_words(machine.batch_size)}",
+        heading=f"{target} on {device}, {requests_words(run.settings.batch_size)}",
         report=journal.report,
         parts=[candidates_part(run), learning_part(journal)],
     )
@@ -103,7 +103,7 @@ def candidates_part(run: AutoRun) -> Part:
     ]
     costs = ["a round, in steps of the target", "speedup at most", "seconds of training per step"]
     columns = ["candidate", "verdict", "parameters", *costs]
-    baseline = f"{run.machine.baseline_ms:.1f} ms here, {requests_words(run.machine.batch_size)}"
+    baseline = f"{run.machine.baseline_ms:.1f} ms here, {requests_words(run.settings.batch_size)}"
     text = (
         f"A step of the target without drafts takes {baseline}. "
         "In a round, the candidate drafts K tokens and the target verifies them. Speedup at most: with four in five "
@@ -127,10 +127,6 @@ def learning_part(journal: AutoJournal) -> Part | None:
     end = "." if answers.complete else ": as many as fit into the time for answers."
     sampled = f" and {answers.sampled:,} more, sampled" if answers.sampled else ""
     text = f"{answers.written:,} answers of the target{sampled}, {answers.tokens:,} tokens{end}"
-    if answers.served:
-        text += f" {answers.served:,} of them were written by the engine's server."
-    if answers.given:
-        text += f" {answers.given} chats were given with answers."
     if answers.draft_vocab_size:
         text += (
             f" {answers.draft_vocab_size:,} different tokens cover {answers.coverage:.1%} of them: the vocabulary of "
@@ -163,7 +159,6 @@ def write_refit_page(run: RefitRun) -> list[str]:
         run,
         conclusion,
         heading=f"{short_name(run.settings.head)} on {short_name(run.settings.target)}",
-        report=journal.report,
         parts=[compared, rows_part(journal)],
     )
     return screen_lines(conclusion, compared[2] if compared else None, f"The page: {path}")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import torch
@@ -16,19 +17,16 @@ from ...data_pipelines.rows.samples import Sample
 from ...data_pipelines.rows.traffic import ServedChat, Traffic, as_json_lines, read_traffic
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...engines.heads import head_class, head_record, load_head, start_head
-from ...eval.plan.budget import SAFETY
-from ...eval.report.served_page import read_served
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.stored.fit import row_share
 from ...heads.stored.folder import config_of, read_record
-from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
 from .candidates import TRAINING, find_candidates
 from .comparing import as_samples, compare_by_domain, decide_between, draft_rows
 from .held_out import NEW, OLD, RowSplits, mixed, split_traffic
-from .in_server import ServedPlan, measure_in_server, plan_served, server_of, try_server, without_server
+from .in_server import check_startable
 from .machine import measure_step
-from .running.clock import EVALUATION, TRAINED
+from .running.clock import TRAINED
 from .running.journal import Compared, Decision, Found, RefitJournal, ServerTrial, TrainingPlan, known
 from .running.session import RefitSettings, Session, Stage
 from .running.steps import start_seconds
@@ -39,7 +37,6 @@ LEAST_ROWS = 8  # training rows of new traffic, lower limit
 ENDING = 1.3  # time kept for what follows the training, relative to the expected time
 TIMED = 16  # rows that are read to time it
 SOONEST = 5.0  # seconds kept for loading before it, lower limit
-SERVED_TOKENS = 128  # of an answer in the engine's server
 
 NUM_VALIDATIONS = 4  # of the training
 PATIENCE = 2  # validations without improvement after which it ends
@@ -51,7 +48,6 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
     """A run of `headstart refit`, and its rows."""
 
     command, journal_type = "headstart refit", RefitJournal
-    load_seconds = 0.0  # in which the target was loaded; none where a server has its layers
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -63,14 +59,10 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
         """The old rows."""
         return read_traffic(self.settings.replay) if self.settings.replay else Traffic([], {}, 0)
 
-    @property
-    def replay(self) -> list[ServedChat]:
-        return self.old_traffic.rows
-
     @cached_property
     def sides(self) -> tuple[RowSplits, RowSplits]:
         """The new rows and the old ones, split; the same in every start."""
-        return split_traffic(self.traffic.rows, self.replay, seed=self.settings.seed)
+        return split_traffic(self.traffic.rows, self.old_traffic.rows, seed=self.settings.seed)
 
     @cached_property
     def rows(self) -> list[ServedChat]:
@@ -90,15 +82,6 @@ class RefitRun(Session[RefitSettings, RefitJournal]):
             raise BadInput(f"head {self.config.type} reads the target's layers")
         return [self.config]
 
-    def load_target(self) -> Target:
-        """The target, with the adapter that served."""
-        settings = self.settings
-        adapter, began = settings.adapter or None, time.monotonic()
-        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
-        pack_linears(target.base)
-        self.load_seconds = time.monotonic() - began
-        return target
-
 
 # Logs to rows
 
@@ -116,12 +99,22 @@ def find_rows(run: RefitRun) -> Found:
     for name, part in files.items():
         write_text(run.data / f"{name}.jsonl", as_json_lines(part))
     traffic, sizes = run.traffic, (len(new.held_out), len(old.held_out))
-    found = Found(len(traffic.rows), len(run.replay), *sizes, traffic.repeated, traffic.unread)
+    found = Found(len(traffic.rows), len(run.old_traffic.rows), *sizes, traffic.repeated, traffic.unread)
     run.say(f"{found.new} answered conversations, {sizes[0]} held out; of {found.old} old ones {sizes[1]}")
     for option, unread in (("--traffic", found.unread), ("--replay", run.old_traffic.unread)):
         for reason, count in list(unread.items())[:3]:
             run.say(f"  {option}: {count} rows are left out: {reason}")
     return found
+
+
+def find_server(run: RefitRun) -> ServerTrial:
+    """Whether the engine's server can be started here, to give states."""
+    try:
+        check_startable(run.settings.engine)
+    except BadInput as error:
+        run.say(f"{error}: our own engine reads")
+        return ServerTrial(str(error))
+    return ServerTrial()
 
 
 # The training
@@ -153,12 +146,10 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
     config = replace(head.config, draft_vocab_size=size)
     row, section = typical_row(samples), training_of(config)
     fresh = start_head(config, target, settings.head, draft_token_ids=ids)
-    step, _ = measure_step(target, fresh, section, row, row_length=len(row), check_stop=run.check_stop)
+    step, _ = measure_step(run, target, fresh, section, row, row_length=len(row))
     start = start_seconds(run.check_stop)
     load = run.load_seconds
     until = settings.budget - ENDING * (start + load + len(held_out) * row_seconds) - max(start, SOONEST)
-    if serving := server_of(run):
-        until -= served_plan(run, serving, seconds=EVALUATION * settings.budget).seconds / SAFETY
     steps = planned_steps(
         until - run.clock.used,
         Pace(step, start + load),
@@ -166,8 +157,8 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
         num_rows=len(run.rows),
         batch_size=section["batch_size"],
     )
-    num_new = len(new.rest)
-    return TrainingPlan(steps, step, num_new, len(run.rows) - num_new, round(until, 1), size, row_seconds)
+    num_new, dtype = len(new.rest), str(target.dtype).removeprefix("torch.")
+    return TrainingPlan(steps, step, num_new, len(run.rows) - num_new, round(until, 1), size, row_seconds, dtype)
 
 
 def typical_row(samples: Sequence[Sample]) -> list[int]:
@@ -216,39 +207,29 @@ def training_of(config: HeadConfig) -> dict[str, Any]:
 
 
 def write_config(run: RefitRun) -> Path:
-    """Writes refit.yaml, the config of the training on the rows in data/, unless it is there; returns its path."""
-    path, settings, plan = run.folder / "refit.yaml", run.settings, known(run.journal.plan)
-    if path.exists():
-        return path
-    config = run.config
-    files = {"train": str(run.data / "train.jsonl"), "max_length": settings.max_length}
-    train = {
-        **training_of(config),
-        "output_dir": str(run.folder / "training"),
-        "start_from": settings.head,
-        "max_steps": plan.max_steps,
-        "warmup_steps": min(WARMUP, plan.max_steps - 1),
-    }
-    if run.sides[0].validation:
-        files["validation"] = str(run.data / "validation.jsonl")
-        every = max(plan.max_steps // NUM_VALIDATIONS, 1)
-        train |= {"validate_every": every, "patience": PATIENCE, "decode_prompts": 0}
-    write_run(
-        path,
-        settings,
-        head={**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size},
-        data=files,
-        train=train,
-        dtype=settings.dtype,
-        step_seconds=plan.step_seconds,
-    )
+    """Writes refit.yaml, the config of the training, unless it is there; returns its path."""
+    path, settings, plan, config = run.folder / "refit.yaml", run.settings, known(run.journal.plan), run.config
+    if not path.exists():
+        train = {
+            **training_of(config),
+            "output_dir": str(run.folder / "training"),
+            "start_from": settings.head,
+            "max_steps": plan.max_steps,
+            "warmup_steps": min(WARMUP, plan.max_steps - 1),
+            "validate_every": max(plan.max_steps // NUM_VALIDATIONS, 1),
+            "patience": PATIENCE,
+            "decode_prompts": 0,
+        }
+        head = {**config.as_dict(), "draft_vocab_size": plan.draft_vocab_size}
+        length, seconds = settings.max_length, plan.step_seconds
+        write_run(path, run, head=head, train=train, max_length=length, dtype=plan.dtype, step_seconds=seconds)
     return path
 
 
 def train(run: RefitRun, server: TargetServer) -> str:
     """Trains a head, starting from the old one; returns its folder.
 
-    Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
+    Raises: BadInput if there is no head at the end.
     """
     plan, config = known(run.journal.plan), write_config(run)
     what = f"the head learns on for {plan.max_steps} steps, from {plan.new} new rows and {plan.old} old ones"
@@ -279,49 +260,35 @@ def compare_heads(run: RefitRun, target: Target) -> list[Compared]:
     return compared
 
 
-def served_plan(run: RefitRun, serving: ServerTrial, *, seconds: float) -> ServedPlan:
-    """The measurement of both heads in the server that there is time for."""
-    held_out = known(run.journal.found).held_out_new
-    return plan_served(run, serving, num_drafters=1, most=SERVED_TOKENS, held_out=held_out, seconds=seconds)
-
-
-def serve_both(run: RefitRun, server: TargetServer) -> str:
-    """The new head beside the old one in servers of their own; returns the path of report.json, empty if that fails."""
-    server.close()
-    serving, left = known(server_of(run)), run.clock.left
-    plan = served_plan(run, serving, seconds=left)
-    asked = ["--baseline-drafter", f"head:{run.settings.head}", "--limit", str(plan.num_prompts)]
-    asked += ["--max-new-tokens", str(SERVED_TOKENS)]
-    return measure_in_server(run, serving, [f"head:{run.journal.trained}"], asked, seconds=left)
-
-
 def decide(run: RefitRun) -> Decision:
-    """Decides between the old head and the new one, by what the engine's server did with both where that is known."""
-    settings, journal = run.settings, run.journal
-    served = read_served(Path(journal.report)).results if journal.report else []
-    decision = decide_between(
-        journal.compared,
-        target=settings.target,
-        head=settings.head,
-        new_head=journal.trained,
-        adapter=settings.adapter,
-        prompts=str(run.data / "held_out.jsonl"),
-        engine="ENGINE" if settings.engine.is_ours else settings.engine.name,
-        served=served,
-    )
-    if settings.engine.is_ours or served:
-        return decision
-    return without_server(decision, journal.serving, settings.engine.name)
+    """Decides between the old head and the new one."""
+    decision = decide_between(run.journal.compared)
+    if decision.deploy:
+        prompts = run.data / "held_out.jsonl"
+        decision.commands.extend(deploying(run.settings, run.journal.trained, prompts=prompts))
+    return decision
+
+
+def deploying(settings: RefitSettings, new_head: str, *, prompts: Path) -> list[str]:
+    """The command lines that time both heads, where they are served, and export the new one."""
+    target, adapter = ["--target", settings.target], ["--adapter", settings.adapter] if settings.adapter else []
+    heads, asked = ["--drafter", f"head:{settings.head}", "--drafter", f"head:{new_head}"], ["--prompts", str(prompts)]
+    by, to = list[str](), "ENGINE"
+    if not settings.engine.is_ours:
+        heads[0], by, to = "--baseline-drafter", settings.engine.flags(), settings.engine.name
+    return [
+        join(["headstart", "eval", *by, *target, *adapter, *heads, *asked, "--output", "EVAL"]),
+        join(["headstart", "export", new_head, "SERVED", "--to", to, *target]),
+    ]
 
 
 def stages(server: TargetServer) -> list[Stage[RefitRun]]:
     """In their order. Args: server: of the run's target."""
     return [
         Stage("found", find_rows),
-        Stage("serving", lambda run: try_server(run, most=SERVED_TOKENS), lambda run: not run.settings.engine.is_ours),
-        Stage("plan", lambda run: server.reading(partial(plan_training, run), run.load_target)),
+        Stage("serving", find_server, lambda run: not run.settings.engine.is_ours),
+        Stage("plan", lambda run: server.reading(partial(plan_training, run))),
         Stage("trained", lambda run: train(run, server)),
-        Stage("compared", lambda run: server.reading(partial(compare_heads, run), run.load_target)),
-        Stage("report", lambda run: serve_both(run, server), lambda run: server_of(run) is not None),
+        Stage("compared", lambda run: server.reading(partial(compare_heads, run))),
         Stage("decision", decide),
     ]

@@ -58,7 +58,7 @@ def survivors(scores: Mapping[str, float]) -> list[str]:
 def choose(run: AutoRun, server: TargetServer) -> Chosen:
     """Chooses one candidate by successive halving; writes `rung_seconds` and `rungs` into the journal.
 
-    Raises: BadInput if no candidate could be trained; SystemExit after a signal to stop.
+    Raises: BadInput if no candidate could be trained.
     """
     journal, learners = run.journal, learners_of(run, server)
     if journal.rungs:  # resumed
@@ -101,7 +101,10 @@ def run_rung(run: AutoRun, server: TargetServer, number: int, learners: Mapping[
         try:
             record = server.train(what, arguments, name=f"learn-{name}", seconds=seconds, until=until)
             score = learner.score(run.folder / "candidates" / name, record, steps_before=before[name])
-        except BadInput as error:  # this candidate cannot be trained; the others may
+        except BadInput as error:
+            if server.problem:
+                raise
+            # this candidate cannot be trained; the others may
             score = Score(name, problem=str(error))
         current.scores.append(score)
         told = f"{score.acceptance_length:.2f} tokens per round, predicted speedup {score.predicted_speedup:.2f}"
@@ -122,7 +125,7 @@ def learn(run: AutoRun, server: TargetServer) -> Trained:
 
     If there is no time for that, or it makes the candidate worse, the best checkpoint of its rungs is taken.
 
-    Raises: BadInput if there is no head at the end; SystemExit after a signal to stop.
+    Raises: BadInput if there is no head at the end.
     """
     journal, chosen = run.journal, known(run.journal.chosen)
     learner = learners_of(run, server)[chosen.name]

@@ -2,7 +2,7 @@
 asked, ended before heads are measured in servers of their own.
 
 It answers the prompts and, of vLLM, gives the target's states to the run and its trainings, whose processes then load
-no layer.
+no layer. One that ends is started again at its address; where that does not help, the run ends in a line.
 """
 
 import math
@@ -27,14 +27,13 @@ from ...targets.skeleton import load_skeleton
 from ...targets.target import Target
 from ...targets.weights.served_adapter import ServedAdapter, lora_of
 from ...train.inputs.target import is_built
-from .in_server import STARTING, served_rate, server_of
-from .running.clock import clock_text
+from .in_server import served_rate, server_of
 from .running.session import Session
 from .running.steps import StepRecord
 
 ROUNDS = 4  # of answers after each other for which there is time, however many are in flight
 MOST_IN_FLIGHT = 128  # questions
-PATIENCE = 20  # seconds without any answer after which a server that fails is given up, beside those of a new start
+PATIENCE = 20  # seconds that a question waits for a server, beside those of a new start
 MOST_STARTS = 4  # of a server that ends again and again
 STATES = "states"  # the folder in which a server gives them
 BESIDE_TRAINING = ["--gpu-memory-utilization", "0.5"]  # unless the user's flags say what it may take of a GPU
@@ -44,15 +43,13 @@ T = TypeVar("T")
 class TargetServer:
     """The server of a run's target. Used in a `with` block.
 
-    journal.unserved says why it is not asked any more, in later starts of the run too: then our own engine answers, and
-    trainings load the target. journal.stateless: why it gives no states."""
+    problem: why it is not started again; empty: it may be. journal.stateless: why it gives no states."""
 
-    def __init__(self, run: Session[Any, Any], heads: Callable[[], Sequence[HeadConfig]], *, least: int = 0):
-        """Args: heads: those that read its states, called when it is started; it may raise BadInput. least: answers
-        that it must have time for."""
-        self.run, self.heads, self.least, self.running = run, heads, least, ExitStack()
+    def __init__(self, run: Session[Any, Any], heads: Callable[[], Sequence[HeadConfig]]):
+        """Args: heads: those that read its states, called when it is started; it may raise BadInput."""
+        self.run, self.heads, self.running = run, heads, ExitStack()
         self.process: ServerProcess | None = None
-        self.num_starts, self.until = 0, math.inf
+        self.num_starts, self.until, self.problem = 0, math.inf, ""
 
     def __enter__(self) -> Self:
         return self
@@ -69,70 +66,57 @@ class TargetServer:
     @property
     def gives_states(self) -> bool:
         """Whether the run and its trainings get the target's states from it."""
-        journal = self.run.journal
-        is_asked = server_of(self.run) is not None and not journal.unserved
-        return is_asked and self.run.settings.engine.name == "vllm" and not journal.stateless
+        is_vllm = server_of(self.run) is not None and self.run.settings.engine.name == "vllm"
+        return is_vllm and not self.run.journal.stateless
 
     def answering(self) -> list[str]:
         """What `headstart data regenerate` is told of the server, once it is ready; none: our own engine answers.
 
-        Raises: SystemExit after a signal to stop."""
+        Raises: as `url`."""
         run, serving = self.run, server_of(self.run)
-        if serving is None or run.journal.unserved:
+        if serving is None:
             return []
-        left, most, rate = run.left_until(run.journal.answers_until), run.settings.max_new_tokens, served_rate(serving)
-        needed = serving.start_seconds + self.least * most / rate
-        if self.process is None and needed > STARTING * left:
-            late = f"the server's first answers would come after {clock_text(needed)}, too late of {clock_text(left)}"
-            run.say(f"{late}: our own engine answers")
-            return []
-        if (url := self.ready(left)) is None:
-            return []
-        in_flight = min(max(int(left * rate / (ROUNDS * most)), 1), MOST_IN_FLIGHT)
+        left = run.left_until(run.journal.answers_until)
+        url, tokens = self.url(left) or self.url(left), left * served_rate(serving)  # of one without states at last
+        in_flight = min(max(int(tokens / (ROUNDS * run.settings.max_new_tokens)), 1), MOST_IN_FLIGHT)
         patience = PATIENCE + math.ceil(2 * serving.start_seconds)
         told = [f"engine.name={run.settings.engine.name}", f"engine.server={url}"]
         return [*told, f"client.concurrency={in_flight}", f"client.patience={patience}"]
 
-    def training(self) -> list[str]:
-        """What `headstart train` is told of the server, once it is ready; none: its process loads the target.
-
-        Raises: SystemExit after a signal to stop."""
-        if not self.gives_states:
+    def train(self, what: str, arguments: list[str], *, name: str, seconds: float, until: float | None) -> StepRecord:
+        """Run a `headstart train`, from the server's states where it gives them. Raises: as `step` and `url`."""
+        if url := self.url(self.run.clock.left) if self.gives_states else "":
+            arguments = [*arguments, "engine.name=vllm", f"engine.server={url}", "train.decode_prompts=0"]
+        else:
             self.close()  # it would take memory that the training needs
-            return []
-        url = self.ready(self.run.clock.left)
-        # a server that was started again may give no states
-        served = [] if url is None or not self.gives_states else ["engine.name=vllm", f"engine.server={url}"]
-        return [*served, "train.decode_prompts=0"] if served else []
+        return self.step(what, arguments, name=name, seconds=seconds, until=until)
 
-    def ready(self, left: float) -> str | None:
-        """The address of the server, which is started unless it runs; None: it is given up.
+    def step(self, what: str, arguments: list[str], *, name: str, seconds: float, until: float | None) -> StepRecord:
+        """As `Session.step`, of a command that asks the server, if it runs; this is started again where it ends
+        meanwhile. Raises: BadInput too where that does not help."""
+        record = self.run.step(what, arguments, name=name, seconds=seconds, until=until, meanwhile=self.keep)
+        if self.problem:
+            raise BadInput(self.problem)
+        return record
 
-        Args: left: seconds for what it is asked for."""
+    def url(self, left: float) -> str:
+        """The address of the server, which is started unless it runs; empty: its start showed that it gives no states.
+
+        Args: left: seconds for what it is asked for. Raises: BadInput if it does not start in that time."""
         if self.process is None:
-            run, serving = self.run, server_of(self.run)
-            run.say(
-                f"starting {self.title}'s server for the {'states' if self.gives_states else 'answers'}",
-                seconds=None if serving is None else serving.start_seconds,
-            )
-            self.until = run.clock.used + STARTING * left
+            serving, stating, self.until = server_of(self.run), self.gives_states, self.run.clock.used + left
+            what = f"starting {self.title}'s server for the {'states' if stating else 'answers'}"
+            self.run.say(what, seconds=(serving and serving.start_seconds) or None)
+            self.num_starts += 1
             try:
-                self.process = self.start()
+                self.process = self.running.enter_context(self.stating() if stating else self.plain())
             except BadInput as error:
-                self.give_up(str(error))
-        return None if self.process is None else self.process.url
-
-    def start(self) -> ServerProcess:
-        """Raises BadInput if it does not start in time; one that gives no states is started without them."""
-        self.num_starts += 1
-        if self.gives_states:
-            try:
-                return self.running.enter_context(self.stating())
-            except BadInput as error:
-                if self.run.clock.used > self.until:
+                if not stating or self.run.clock.used > self.until:
                     raise
                 self.give_up_states(str(error))
-        return self.running.enter_context(self.plain())
+        elif not self.keep():
+            raise BadInput(self.problem)
+        return "" if self.process is None else self.process.url
 
     @property
     def title(self) -> str:
@@ -168,38 +152,29 @@ class TargetServer:
         """Called while it starts."""
         self.run.check_stop()
         if self.run.clock.used > self.until:
-            raise BadInput(f"{self.title}: not ready in {STARTING:.0%} of the time for what it is asked for")
+            raise BadInput(f"{self.title}: not ready in the time for what it is asked for")
 
     def keep(self) -> bool:
-        """Called while a command asks it: starts it again, at its address, where it has ended. Returns whether it runs.
-
-        Raises: SystemExit after a signal to stop."""
-        if self.process is None or (problem := self.process.is_gone()) is None:
-            return self.process is not None
+        """Called while it is asked: starts it again, at its address, where it has ended. Returns whether that was not
+        needed or helped; else `problem` says what is wrong."""
+        ended = None if self.process is None else self.process.is_gone()
+        if self.process is None or ended is None:
+            return True
         if self.num_starts == MOST_STARTS:
-            self.give_up(problem)
+            self.problem = ended
             return False
-        self.process.close()
-        self.num_starts += 1
-        self.run.say(f"{problem}: it is started again")
-        self.until = self.run.clock.used + STARTING * max(self.run.clock.left, 0.0)
+        self.run.say(f"{ended}: it is started again")
+        self.num_starts, self.until = self.num_starts + 1, self.run.clock.used + max(self.run.clock.left, 0.0)
         try:
+            self.process.close()
             self.process.__enter__()
         except BadInput as error:
-            self.give_up(str(error))
-        return self.process is not None
-
-    def give_up(self, problem: str) -> None:
-        """From now on our own engine runs the target. Args: problem: as the client has it; that the server ended says
-        more."""
-        ended = None if self.process is None else self.process.is_gone()
-        self.close()
-        self.run.journal.unserved = ended or problem
-        self.run.say(f"{ended or problem}: our own engine runs the target")
-        self.run.write()
+            self.problem = str(error)
+        return not self.problem
 
     def give_up_states(self, problem: str) -> None:
-        """From now on our own engine gives the states."""
+        """From now on the target is loaded for its states."""
+        self.close()
         self.run.journal.stateless = problem
         self.run.say(f"no states from the server: {problem}")
         self.run.write()
@@ -209,49 +184,33 @@ class TargetServer:
         settings = self.run.settings
         return TargetConfig(path=settings.target, dtype=settings.dtype, adapter=settings.adapter or None)
 
-    def target(self) -> ServedTarget:
-        """The target without its layers, which reads by the server. Raises: BadInput, as `ServedTarget.attach`."""
-        assert self.process is not None, "it runs"
+    def target(self) -> ServedTarget | None:
+        """The target without its layers, which reads by the server; None: that gives no states. Raises: as `url`."""
+        if not self.gives_states or not self.url(self.run.clock.left) or self.process is None:
+            return None
         target, layers = ServedTarget.read(self.source), layers_read(self.source, self.heads())
         how = {"label": label_of(self.run.folder), "is_gone": self.process.is_gone}
-        target.attach(StateServer(self.process.url, adapter=lora_of(target.adapter), **how), layers)
+        try:
+            target.attach(StateServer(self.process.url, adapter=lora_of(target.adapter), **how), layers)
+        except BadInput as error:
+            self.give_up_states(str(error))
+            return None
         return target.to(self.run.settings.device)
 
-    def reading(self, find: Callable[[Target], T], load: Callable[[], Target]) -> T:
+    def reading(self, find: Callable[[Target], T]) -> T:
         """What is found by the target, without its layers, while the server reads for it; found again where that ended
-        meanwhile. Where it gives no states it is ended, and the target loaded."""
-        while self.gives_states and self.ready(self.run.clock.left) is not None and self.gives_states:
-            target = None
+        meanwhile. Where it gives no states it is ended, and the target loaded. Raises: BadInput, as `step`."""
+        while (target := self.target()) is not None:
             try:
-                target = self.target()
                 return find(target)
             except Gone:
-                self.keep()
-            except BadInput as error:
-                if target is not None:
-                    raise
-                self.give_up_states(str(error))
+                if not self.keep():
+                    raise BadInput(self.problem) from None
         self.close()
         try:
-            return find(load())
+            return find(self.run.load_target())
         finally:
             release_memory()
-
-    def train(self, what: str, arguments: list[str], *, name: str, seconds: float, until: float | None) -> StepRecord:
-        """Run a `headstart train`, from the server's states where it gives them; again without them if it is given up
-        meanwhile. Raises: as `Session.step`."""
-        words, how = self.training(), {"name": name, "seconds": seconds, "until": until}
-        if not words:
-            return self.run.step(what, arguments, **how)
-        try:
-            record = self.run.step(what, [*arguments, *words], **how, meanwhile=self.keep)
-        except BadInput:
-            if self.gives_states:
-                raise
-        else:
-            if self.gives_states:
-                return record
-        return self.run.step(what, arguments, **how)
 
 
 def layers_read(source: TargetConfig, heads: Sequence[HeadConfig]) -> list[int]:

@@ -12,13 +12,12 @@ import yaml
 
 from ...base.files import write_text
 from ...base.jsonl import read_appended
-from ...train.watching.trend import Validated
 from .answers import VALIDATION
 from .candidates import Candidate, find_candidates
 from .machine import predict_length
 from .running.clock import TRAINED
 from .running.journal import AnswerCounts, Measured, Score, known
-from .running.session import AutoRun, Settings
+from .running.session import AutoRun, Session
 from .running.steps import StepRecord
 from .target_server import TargetServer
 
@@ -52,15 +51,16 @@ def steps_in(seconds: float, pace: Pace, *, validating: float = 0.0) -> int:
 
 def write_run(
     path: Path,
-    settings: Settings,
+    run: Session[Any, Any],
     *,
     head: dict[str, Any],
-    data: dict[str, Any],
     train: dict[str, Any],
+    max_length: int,
     dtype: str,
     step_seconds: float,
 ) -> None:
-    """Writes the run config of a training. Args: train: what is not the same in all of them."""
+    """Writes the run config of a training on the rows in data/. Args: train: what is not the same in all of them."""
+    settings = run.settings
     same = {
         "precision": "bf16" if dtype == "bfloat16" else "fp32",
         "seed": settings.seed,
@@ -71,7 +71,12 @@ def write_run(
     config = {
         "target": {"path": settings.target, "adapter": settings.adapter or None, "dtype": dtype},
         "head": head,
-        "data": {**data, "layout": "bucketed"},
+        "data": {
+            "train": str(run.data / "train.jsonl"),
+            "validation": str(run.data / "validation.jsonl"),
+            "max_length": max_length,
+            "layout": "bucketed",
+        },
         "train": {**same, **train},
     }
     write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -169,16 +174,16 @@ class Learner:
 
     def _training(self, file: str, train: dict[str, Any], *, seconds: float) -> list[str]:
         """Arguments of a training by configs/FILE.yaml, which is written unless it is there."""
-        config, answers, rows = self.run.folder / "configs" / f"{file}.yaml", self.answers, self.run.data
+        config, answers = self.run.folder / "configs" / f"{file}.yaml", self.answers
         if not config.exists():
-            files = {"train": str(rows / "train.jsonl"), "validation": str(rows / "validation.jsonl")}
-            decoding = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
+            decoding: dict[str, Any] = {"decode_prompts": answers.validation, "decode_tokens": DECODE_TOKENS}
+            decoding["decode_window"] = self.run.settings.draft_window
             write_run(
                 config,
-                self.run.settings,
+                self.run,
                 head=self.candidate.with_vocabulary(answers.draft_vocab_size).head.as_dict(),
-                data={**files, "max_length": answers.max_length},
                 train={**self.candidate.train, **decoding, **train},
+                max_length=answers.max_length,
                 dtype=self.run.machine.dtype,
                 step_seconds=self.pace.step,
             )
@@ -190,13 +195,13 @@ class Learner:
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        name, (reached, rates) = self.candidate.name, (validations(output) or [(None, [])])[-1]
-        if reached is None or reached.step <= steps_before or (record.exit_code and not record.stopped):
+        name, (step, found) = self.candidate.name, last_validation(output)
+        if step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
             return Score(name, seconds=record.seconds, problem=problem)
+        rates = found["acceptance_rate"]
         num_draft_tokens, speedup = predict_length(rates, self.measured.costs)
-        figures = (reached.step, record.seconds, reached.acceptance_length, rates, num_draft_tokens, speedup)
-        return Score(name, *figures, num_rounds=reached.num_rounds)
+        return Score(name, step, record.seconds, found["acceptance_length"], rates, num_draft_tokens, speedup)
 
 
 def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:
@@ -205,13 +210,9 @@ def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:
     return {candidate.name: Learner(run, candidate, server.gives_states) for candidate in found}
 
 
-def validations(run: Path) -> list[tuple[Validated, list[float | None]]]:
-    """The validations in a run folder, in order, with their acceptance rates by draft position: decoded, or as counted
-    on the target's own answers where nothing was decoded."""
+def last_validation(run: Path) -> tuple[int, dict[str, Any]]:
+    """The step and the figures of the last validation in a run folder: decoded, or as counted on the target's own
+    answers where nothing was decoded; step 0 if there is none."""
     rows = [row for row in read_appended(run / "metrics.jsonl") if "validation" in row]
     figures = [(row["step"], row["validation"].get("decoded") or row["validation"]) for row in rows]
-    return [
-        (Validated(step, part["acceptance_length"], part["num_rounds"]), part["acceptance_rate"])
-        for step, part in figures
-        if part["acceptance_length"] is not None
-    ]
+    return next((one for one in reversed(figures) if one[1]["acceptance_length"] is not None), (0, {}))

@@ -71,23 +71,14 @@ def test_under_a_load_it_is_measured_as_other_servers_are(headstart, world):
     [
         ("--target T.gguf --head HEAD.gguf", "name its binary with --server-bin or in LLAMA_SERVER"),
         ("--server-bin nowhere --target T.gguf --head HEAD.gguf", "--server-bin nowhere: no such file"),
-        (
-            "--server-bin broken --target T.gguf --head HEAD.gguf",
-            "ended with code 3: error: unknown model",
-        ),
-        (
-            "--server-bin llama-server --target MODEL --head HEAD.gguf",
-            "MODEL: llama-server serves TARGET.gguf",
-        ),
+        ("--server-bin broken --target T.gguf --head HEAD.gguf", "ended with code 3: error: unknown model"),
+        ("--server-bin llama-server --target MODEL --head HEAD.gguf", "MODEL: llama-server serves TARGET.gguf"),
         (f"{FILES} --head runs/a", "--head runs/a: llama-server takes HEAD.gguf, or answers.ngrams to look up"),
         (f"{FILES} --head no.gguf", "--head no.gguf: no such file"),
         (f"{FILES} --head answers.ngrams --num-draft-tokens 3", "looks up at most 8 tokens, as it decides"),
         (f"{FILES} --head HEAD.gguf --tree dynamic", "--tree: is not for servers"),
         (f"{FILES} --drafter ngram", "looks up in a file of answers: --head answers.ngrams"),
-        (
-            f"{FILES} --engine triton",
-            "--engine: name 'triton': expected headstart or vllm or sglang or llama-server or openai",
-        ),
+        (f"{FILES} --engine triton", "--engine: name 'triton': expected headstart or vllm or sglang or llama-server"),
         (f"{FILES} --engine headstart --engine-args '-t 2'", "--engine: args: goes with another engine"),
     ],
 )

@@ -19,7 +19,7 @@ GROUPS = ["writing", "math", "rag", "qa"]
 def asked(headstart, chat_target, tmp_path, monkeypatch):
     """asked("--suite x"): `headstart eval` of n-grams, few tokens each; exit code, stderr, report or None, stdout."""
     (tmp_path / "suites").mkdir()
-    rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS * 2)]
+    rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS)]
     (tmp_path / "suites" / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
 
@@ -35,10 +35,10 @@ def asked(headstart, chat_target, tmp_path, monkeypatch):
 def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
     _, _, report, _ = asked("--suite spec-bench --batch-size 1 --batch-size 4")
     for entry in report["results"]:
-        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (8, 16, 16)
+        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (4, 8, 8)
     alone, page = report["results"][0], (tmp_path / "out" / "report.html").read_text()
-    assert alone["num_timed"] == 8 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
-    assert "16, the turns of 8" in page
+    assert alone["num_timed"] == 4 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
+    assert "8, the turns of 4" in page
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
     code, _, report, _ = asked("--prompts mine.jsonl --overwrite")
     assert report["results"][0]["num_chats"] == 1
@@ -72,8 +72,8 @@ def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
         where = ""
     code, _, report, _ = asked(f"--suite spec-bench --system w30 {where}")
     [entry] = report["results"]
-    assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 16)
-    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 8
+    assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 8)
+    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
     assert entry["rendering"]["system"] == "w30" and len(entry["rendering"]["template_hash"]) == 16
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Domains of spec-bench" in page
@@ -92,14 +92,14 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
 
 
 def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
-    """The turns of eight chats repeat until batches are full; figures have each once, intervals no such batch."""
-    _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 16")
-    threes, sixteen = report["results"]
+    """The turns of four chats repeat until batches are full; figures have each once, intervals no such batch."""
+    _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 8")
+    threes, eight = report["results"]
     rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
-    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, sixteen)] == [(16, 5), (16, 1)]
-    assert all(len(entry["repetition"]["texts"]) == 16 for entry in (threes, sixteen))
-    assert threes["suite_digest"] == sixteen["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 8
+    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, eight)] == [(8, 2), (8, 1)]
+    assert all(len(entry["repetition"]["texts"]) == 8 for entry in (threes, eight))
+    assert threes["suite_digest"] == eight["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 4
 
 
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
@@ -143,7 +143,7 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
     calls[:] = [1] * 100
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
-    assert report["results"][0]["num_prompts"] == 16 and len(calls) == 100 + 2 + 2 * 14
+    assert report["results"][0]["num_prompts"] == 8 and len(calls) == 100 + 2 + 2 * 6
 
 
 def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, saved_target, prompts, tmp_path):

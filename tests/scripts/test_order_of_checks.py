@@ -5,6 +5,10 @@ import shutil
 from itertools import product
 
 import pytest
+import yaml
+from drafted import untrained
+from headstart.engines.heads import save_head
+from headstart.targets.target import Target
 
 TARGET = "{target}"
 EVAL = f"eval --target {TARGET} --output {{out}}"
@@ -27,7 +31,12 @@ CASES = [
     (f"{EVAL} --drafter ngram --prompts keys.jsonl", "keys.jsonl:1"),
     (f"{EVAL} --drafter ngram --prompts roles.jsonl", "roles.jsonl:1"),
     (f"{EVAL} --drafter ngram --suite mt-bench=broken.jsonl", "broken.jsonl"),
+    ("eval --target ./gone --output {out} --drafter ngram --prompts good.jsonl", "target gone: no such folder"),
     (f"{EVAL} --head gone --prompts good.jsonl", "gone"),
+    (f"{EVAL} --head taken --prompts good.jsonl", "head taken: no config.json in it"),
+    (f"{EVAL} --drafter ngrm --prompts good.jsonl", "drafter 'ngrm': expected one of ngram, ngram:MAX, suffix"),
+    (f"{EVAL} --prompts good.jsonl", "give at least one --head or --drafter"),
+    (f"{EVAL} --drafter ngram --prompts good.jsonl --accept most", "--accept most: expected one of exact"),
     (f"{EVAL} --head older --prompts good.jsonl", "config keys of another version of Headstart: ['dpace']"),
     (f"{EVAL} --drafter suffix:gone.jsonl --prompts good.jsonl", "gone.jsonl"),
     (f"{EVAL} --drafter draft-model:gone --prompts good.jsonl", "gone"),
@@ -41,7 +50,6 @@ CASES = [
     (f"{EVAL} --drafter ngram --prompts good.jsonl --top-p 0.9", "they need --temperature above 0"),
     (f"{EVAL} --drafter ngram --prompts good.jsonl --top-k 5", "they need --temperature above 0"),
     (f"{PLAN} --prompts good.jsonl", "give one of --head and --drafter"),
-    (f"{PLAN} --drafter ngrm --prompts good.jsonl", "drafter 'ngrm': expected one of"),
     (f"{PLAN} --drafter ngram --tree bush:4 --prompts good.jsonl", "--tree bush:4: expected dynamic:NODES"),
     (f"{PLAN} --drafter ngram --tree dynamic:4 --prompts good.jsonl", "--tree dynamic:4: look-ups draft chains"),
     (f"{PLAN} --drafter ngram --prompts gone.jsonl", "gone.jsonl"),
@@ -50,6 +58,8 @@ CASES = [
     (f"{PLAN} --drafter ngram --adapter gone --prompts good.jsonl", "gone"),
     *((f"{command} {rows}", named) for command, (rows, named) in product((TRAIN, EXTRACT), ROWS.items())),
     (f"{TRAIN} target.path=./gone", "target gone: no such folder"),
+    (f"{TRAIN} head.type=eagle3 head.feature_layers=[1,2,9]", "feature layer 9: "),
+    (f"{TRAIN} head.type=eagle3 head.draft_vocab_size=100", "draft vocabulary of 100 tokens: should be between 1 and"),
     (f"{TRAIN} target.path=small", "target small: "),
     (f"{TRAIN} train.max_step=3", "train.max_step: unknown key; did you mean train.max_steps?"),
     (f"{TRAIN} head.num_depth=3", "head.num_depth: unknown key; did you mean head.num_depths?"),
@@ -78,10 +88,6 @@ CASES = [
     (f"{AUTO} --prompts many.jsonl --engine vllm --engine-args '--api-key x'", "HEADSTART_API_KEY"),
     (f"{AUTO} --prompts broken.jsonl", "broken.jsonl:2"),
     (f"{AUTO} --prompts three.jsonl", "at least 12 are needed"),
-    (f"{AUTO} --prompts many.jsonl --chats gone.jsonl", "gone.jsonl"),
-    (f"{AUTO} --prompts many.jsonl --chats broken.jsonl", "broken.jsonl:2"),
-    (f"{AUTO} --prompts many.jsonl --chats roles.jsonl", "roles.jsonl:1"),
-    (f"{AUTO} --prompts many.jsonl --chats many.jsonl", "none of its 37 rows ends with an answer"),
     (f"{REFIT} --head {{head}} --traffic gone.jsonl", "gone.jsonl"),
     (f"{REFIT} --head gone --traffic good.jsonl", "gone"),
     (f"{REFIT} --head older --traffic many.jsonl", "config keys of another version of Headstart: ['dpace']"),
@@ -105,6 +111,8 @@ CASES = [
     ),
     (f"auto --target {TARGET} --budget {'9' * 400}h --output {{out}} --prompts many.jsonl", "the maximum is 1000h"),
     ("train gone.yaml", "gone.yaml: no such file"),
+    ("heads --target ./gone", "target gone: no such folder"),
+    ("check taken", "no config.json in it"),
     ("export gone {out} --to vllm", "gone"),
     ("export {head} taken --to vllm", "taken"),
     ("export {head} {out} --to vlm", "vlm"),
@@ -152,7 +160,7 @@ OUT_OF_RANGE = {
         *("--batch-size 4097", "--concurrency 0", "--concurrency 4097", "--max-new-tokens 99999999"),
         f"--seed {2**63}",
     ),
-    f"{REFIT} --head {{head}} --traffic good.jsonl": ("--concurrency 4097", "--max-length 1", f"--seed {2**63}"),
+    f"{REFIT} --head {{head}} --traffic good.jsonl": ("--max-length 1", f"--seed {2**63}"),
     EXTRACT: ("--batch-tokens 0", "--batch-tokens 99999999", "--shard-bytes 0", "--shard-bytes 999999999999"),
     f"doctor --target {TARGET}": ("--gpus -1", "--gpus 1025", "--memory -1", "--memory inf", "--memory nan"),
     "doctor ddp": ("--num-processes 0",),
@@ -168,11 +176,10 @@ def refuse_to_load(monkeypatch):
         monkeypatch.setattr(f"headstart.targets.{reads}", load)
 
 
-@pytest.mark.parametrize(("line", "named"), CASES)
-def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
-    line, named, headstart, saved_target, head_folder, run_config, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def world(saved_target, tmp_path_factory):
+    """A folder with what the commands name."""
+    folder = tmp_path_factory.mktemp("world")
     good = {"messages": [{"role": "user", "content": "w1 w5"}, {"role": "assistant", "content": "w7"}]}
     files = {
         "good": [good],
@@ -182,41 +189,57 @@ def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(
         "three": many[:3],
     }
     for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text("{}")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "thesis.txt").write_text("mine")
-    older = tmp_path / "older"
-    shutil.copytree(head_folder, older)
-    config = json.loads((older / "config.json").read_text())
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "broken.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "small").mkdir()
+    (folder / "small" / "config.json").write_text("{}")
+    (folder / "taken").mkdir()
+    (folder / "taken" / "thesis.txt").write_text("mine")
+    head = save_head(untrained("medusa", Target.load(saved_target)), folder / "head")
+    config = json.loads((shutil.copytree(head, folder / "older") / "config.json").read_text())
     config["headstart"]["head"]["dpace"] = True
-    (older / "config.json").write_text(json.dumps(config))
+    (folder / "older" / "config.json").write_text(json.dumps(config))
+    train = {"max_steps": 3, "batch_size": 2, "device": "cpu", "output_dir": "unused"}
+    data, head = {"train": str(saved_target.with_name("rows.jsonl"))}, {"type": "medusa", "num_depths": 3}
+    run = {"target": {"path": str(saved_target)}, "head": head, "data": data, "train": train}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    return folder
+
+
+@pytest.fixture
+def refused(headstart, saved_target, world, tmp_path, monkeypatch):
+    """refused("eval ..."): what a command says on stderr that ends with exit code 2, loads no target, says nothing on
+    stdout and writes no folder; by lines."""
+    monkeypatch.chdir(world)
     refuse_to_load(monkeypatch)
-    places = {"target": saved_target, "out": tmp_path / "out", "run": run_config(), "head": head_folder}
-    code, out, err = headstart(line.format(**places))
-    said = [one for one in err.splitlines() if one.startswith("headstart: ")]
-    assert code == 2 and len(said) == 1 and named in said[0], err
-    assert not out and err.endswith(f"{said[0]}\n"), "behind what was going on"
-    assert not (tmp_path / "out").exists() and [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.txt"]
+    places = {"target": saved_target, "out": tmp_path / "out", "run": world / "run.yaml", "head": world / "head"}
+
+    def call(line):
+        code, out, err = headstart(line.format(**places))
+        assert code == 2 and out == "" and not (tmp_path / "out").exists(), err
+        assert [path.name for path in (world / "taken").iterdir()] == ["thesis.txt"]
+        return err.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize(("line", "named"), CASES)
+def test_what_is_cheap_to_know_is_checked_before_a_target_is_loaded(line, named, refused):
+    said = refused(line)
+    assert [one for one in said if one.startswith("headstart: ")] == said[-1:], "behind what was going on"
+    assert named in said[-1]
 
 
 @pytest.mark.parametrize(("line", "option"), [(line, one) for line, every in OUT_OF_RANGE.items() for one in every])
-def test_a_number_out_of_range_is_refused_at_once(line, option, headstart, run_config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.jsonl").write_text('{"prompt": "w1 w5"}\n')
-    places = {"target": "gone", "out": tmp_path / "out", "run": run_config(), "head": "gone"}
-    code, out, err = headstart(f"{line.format(**places)} {option}")
-    name, said = option.partition(" ")[0], err.splitlines()[-1]
-    assert code == 2 and out == "" and not (tmp_path / "out").exists()
+def test_a_number_out_of_range_is_refused_at_once(line, option, refused):
+    name, said = option.partition(" ")[0], refused(f"{line} {option}")[-1]
     starts = (f"Error: Invalid value for '{name}': ", f"headstart: {name} ", f"headstart: {name[2:]} ")
     assert said.startswith(starts), "a number that is none is ours to refuse, where the typer takes it"
 
 
-def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, run_config, tmp_path, monkeypatch):
-    line = f"train {run_config()} train.output_dir={tmp_path / 'run'}"
+def test_a_folder_with_another_run_is_refused_before_a_target_is_loaded(headstart, world, tmp_path, monkeypatch):
+    line = f"train {world / 'run.yaml'} train.output_dir={tmp_path / 'run'}"
     assert headstart(line)[0] == 0
     refuse_to_load(monkeypatch)
     code, _, err = headstart(f"{line} train.seed=1")

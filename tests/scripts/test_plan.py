@@ -86,7 +86,8 @@ def test_a_plan_on_prompts_of_the_heads_training_says_so(
 
 
 def test_without_prompts_a_few_general_ones_are_taken(headstart, saved_target, head_folder, tmp_path):
-    line = f"plan {SMALL} --limit 2 --tree none --head {head_folder} --output {tmp_path / 'plan'}"
+    how = "--max-new-tokens 8 --num-draft-tokens 1 --batch-size 1 --limit 2 --tree none"
+    line = f"plan {how} --head {head_folder} --output {tmp_path / 'plan'}"
     code, _, err = headstart(line, "--target", saved_target)
     assert code == 0 and "planned on a few general prompts; give --prompts" in err
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())

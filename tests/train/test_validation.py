@@ -63,6 +63,19 @@ def test_taught_and_decoded_figures_agree(head_type, validated, world):
     assert found[-1][1]["decoded"]["acceptance_length"] == round(counted.length, 4) > 1.2
 
 
+def test_answers_are_decoded_with_the_window_that_is_asked_for_and_nothing_else_is(run, world, monkeypatch):
+    seen = []
+
+    def noting(target, head, *prompts, **how):
+        seen.append((head, head.draft_window))
+        return generate(target, head, *prompts, **how)
+
+    monkeypatch.setattr("headstart.train.validation.generate", noting)
+    run("eagle3", "a", "train.decode_window='4:1'", f"data.validation={world / 'rows.jsonl'}")
+    assert seen and all((window.size, window.sink) == (4, 1) for _, window in seen)
+    assert all(head.draft_window is None for head, _ in seen)
+
+
 def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
     rows = f"data.validation={world / 'rows.jsonl'}"
     folders = [

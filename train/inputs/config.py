@@ -55,6 +55,7 @@ class TrainConfig:
     # validation read extracted features or the target is sharded, as decoding takes the target's layers
     decode_prompts: NonNegativeInt | None = None
     decode_tokens: PositiveInt = 64  # length of those answers
+    decode_window: str = ""  # with which the head drafts them, as --draft-window, in quotes: "512:4"; empty: none
     patience: NonNegativeInt = 0  # end after this many validations without a better acceptance_length; 0: never
     checkpoint_every: NonNegativeInt = 0  # 0: only when interrupted
     keep_checkpoints: PositiveInt = 2
@@ -159,7 +160,7 @@ WITHOUT_EFFECT = {  # keys that do not change the losses; target and rows are co
     "head": set[str](),
     "data": {"train", "features", "validation", "num_workers"},
     "train": {"output_dir", "stop_at_step", "stop_after", "device", "log_every", "validate_every", "decode_prompts"}
-    | {"decode_tokens", "patience", "checkpoint_every", "keep_checkpoints", "wandb_project"}
+    | {"decode_tokens", "decode_window", "patience", "checkpoint_every", "keep_checkpoints", "wandb_project"}
     | {"watchdog_minutes", "shard_target"},
 }
 

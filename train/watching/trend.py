@@ -1,4 +1,4 @@
-"""Where a run is heading: a loss that diverges, and the acceptance length of its validations."""
+"""Where a run is heading: a loss that diverges."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -31,12 +31,3 @@ class Trend:
     def __str__(self) -> str:
         losses = ", ".join(f"{loss:.4g}" for loss in self.last)
         return f"losses of late {losses}; of the first step {self.first:.4g}" if losses else "no loss before"
-
-
-@dataclass(frozen=True)
-class Validated:
-    """The acceptance length of a head after so many optimizer steps, over so many rounds of held-out rows."""
-
-    step: int
-    acceptance_length: float
-    num_rounds: int

@@ -15,7 +15,7 @@ from ....base.files import write_json
 from ....configs.loader import build
 from .steps import StepRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LAST = ("decision", "seconds", "steps")  # keys of both documents that follow their own
 T = TypeVar("T")
 
@@ -86,8 +86,6 @@ class Split:
 
     held_out: int  # prompts kept for the evaluation
     asked: int  # prompts for the target to answer
-    duplicates: int  # rows left out because another row has the same first question
-    context: int  # tokens before a typical round: the median prompt and half of `max_new_tokens`
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,7 @@ class Machine:
     """What was measured of the target on this machine before training."""
 
     baseline_ms: float  # milliseconds of a step without drafts, at `batch_size`
-    batch_size: int  # rows served at a time
     dtype: str
-    device: str
     start_seconds: float  # time that a command needs to start
     start_tokens: int  # supervised tokens that a fresh head is fitted on before its first step
     candidates: list[Measured]
@@ -136,8 +132,6 @@ class AnswerCounts:
 
     written: int  # rows answered by the target in this run, greedily
     sampled: int  # further answers to the same prompts, sampled
-    served: int  # of all answers, by the engine's server
-    given: int  # rows of --chats that are learnt from
     validation: int  # rows of `written` that score candidates and are not trained on
     tokens: int  # in all answers of this run
     row_tokens: int  # in their rows, prompts included
@@ -161,7 +155,6 @@ class Score:
     acceptance_rate: list[float | None] = field(default_factory=list)  # by draft position; null: never reached
     num_draft_tokens: int = 0  # the K with the highest predicted speedup
     predicted_speedup: float = 0.0
-    num_rounds: int = 0  # that were decoded
     problem: str = ""  # why there is no score; the figures are then meaningless
 
 
@@ -220,7 +213,6 @@ class AutoJournal(Journal):
     least_budget: float = 0.0  # seconds; the smallest that makes sense; 0 if nothing is to be trained
     serving: ServerTrial | None = None  # of the engine that will serve; null: it is ours
     answers_until: float | None = None  # second of the budget at which answering ends
-    unserved: str = ""  # why the engine's server is asked no more, and our own engine is; empty: it may be
     stateless: str = ""  # why the server gives no states to trainings; empty: it may
     answers: AnswerCounts | None = None
     learning_until: float | None = None  # second of the budget at which training ends
@@ -263,6 +255,7 @@ class TrainingPlan:
     until: float  # second of the budget at which training ends
     draft_vocab_size: int | None  # of the new head; null: all tokens
     row_seconds: float  # in which both heads read a row
+    dtype: str  # of the target
 
 
 @dataclass(frozen=True)
@@ -284,10 +277,8 @@ class RefitJournal(Journal):
 
     file_name = "refit.json"
     found: Found | None = None
-    serving: ServerTrial | None = None  # of the engine that serves; null: none was named
-    unserved: str = ""  # as of AutoJournal
-    stateless: str = ""
+    serving: ServerTrial | None = None  # of the engine that gives states; null: none was named
+    stateless: str = ""  # as of AutoJournal
     plan: TrainingPlan | None = None
     trained: str = ""  # folder of the new head; empty until it is trained
     compared: list[Compared] = field(default_factory=list)
-    report: str = ""  # path of report.json of both heads in the engine's server; empty: there is none

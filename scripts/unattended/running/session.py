@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from ....base.owned import OwnedFolder
 from ....base.terminal import PlainConsole
 from ....engines.servers.setting import EngineSetting
 from ....targets.dtype import default_dtype
+from ....targets.target import Target
 from ....train.watching.stopping import Stopping
 from .clock import Clock, clock_text
 from .journal import AutoJournal, Journal, Machine, known
@@ -37,7 +39,6 @@ class Settings:
     seed: int
     adapter: str = ""  # folder of the target's adapter; empty: none
     engine: EngineSetting = field(default_factory=EngineSetting)
-    concurrency: list[int] = field(default_factory=lambda: [1])  # of measurements in the engine's server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,11 @@ class AutoSettings(Settings):
     """The options of `headstart auto`."""
 
     prompts: str
-    chats: str
     batch_size: int
+    concurrency: list[int]  # of measurements in the engine's server
     max_new_tokens: int
     draft_window: str  # as of `headstart eval`; empty: none
-    traffic: str  # digest of the files `prompts` and `chats`, and of the target's
+    traffic: str  # digest of the file `prompts`, and of the target's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,12 @@ class Session(Generic[S, J]):
     """A run in its folder; `open` starts or resumes it.
 
     keep: after this was called, a new folder is not removed when the run fails. is_verbose: whether commands are told.
+    load_seconds: in which the target was loaded; none where a server has its layers.
     """
 
     command: ClassVar[str]  # such as `headstart auto`
     journal_type: type[J]
+    load_seconds = 0.0
 
     def __init__(self, settings: S, owned: OwnedFolder, stopping: Stopping, *, is_verbose: bool = False):
         self.settings, self.stopping, self.is_verbose = settings, stopping, is_verbose
@@ -156,6 +159,14 @@ class Session(Generic[S, J]):
             raise SystemExit(self.stopping.exit_code)
         self.clock.save()
 
+    def load_target(self) -> Target:
+        """The target, with the adapter that serves."""
+        settings, began = self.settings, time.monotonic()
+        adapter = settings.adapter or None
+        target = Target.load(settings.target, dtype=settings.dtype, device=settings.device, adapter=adapter)
+        self.load_seconds = time.monotonic() - began
+        return target
+
     def left_until(self, second: float | None) -> float:
         """Seconds up to that second of the budget, 0 or more. Args: second: of the journal, which has it by now."""
         return max(known(second) - self.clock.used, 0.0)
@@ -166,10 +177,7 @@ R = TypeVar("R", bound=Session)
 
 @dataclass(frozen=True)
 class Stage(Generic[R]):
-    """A part of a run, which finds the value of a field of the journal.
-
-    find: raises BadInput on what the user can correct, and SystemExit after a signal to stop.
-    """
+    """A part of a run, which finds the value of a field of the journal; `find` may raise BadInput."""
 
     field: str
     find: Callable[[R], Any]

@@ -6,9 +6,11 @@ import json
 import re
 import shutil
 import urllib.request
+from contextlib import nullcontext
 
 import pytest
 import typer
+from headstart.base.doing import Doing
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
@@ -139,14 +141,13 @@ def test_stopped_within_a_batch_the_command_ends_the_same(temperature, command, 
     assert set(whole) == {"answers.jsonl", "manifest.json"}
     assert f"9 rows in {tmp_path}/whole/answers.jsonl, " in capsys.readouterr().out
 
-    shown = []
+    class Stopping(Doing):
+        def __call__(self, parts=1):
+            is_first, _ = self.first is None, super().__call__(parts)
+            if parts and not is_first and self.done in (3, 6):
+                raise KeyboardInterrupt
 
-    def stop(self, progress):
-        shown.append(progress.num_answered)
-        if progress.num_answered in (3, 6) and len(shown) > 1 and shown[-2] != shown[-1]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(data_regenerate.AnswerProgress, "show", stop)
+    monkeypatch.setattr(data_regenerate, "doing", lambda what, total: nullcontext(Stopping(what, total)))
     for enough in (3, 6):
         with pytest.raises(KeyboardInterrupt):
             command(sampling, f"output={tmp_path / 'out'}")

@@ -1,6 +1,7 @@
 """A plan by a server's rounds: what was not measured is forecast from what was, and what engines read of it."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,16 +69,28 @@ def test_the_best_forecast_is_measured_and_its_error_shown():
 
 
 def test_sglang_reads_forwards_per_second_and_k_by_batch_size():
-    known: dict[str, Any] = {"measured_speedup": 1.5, "pays": True}
-    cells = [ServedCell(2, 1, 2.0, 10, 20.0, **known), ServedCell(4, 1, 2.5, 10, 25.0, measured_speedup=0.9),
-             ServedCell(2, 8, 2.0, 10, 40.0, measured_speedup=1.1), ServedCell(3, 8, 2.0, 10, 1.0, 1.2)]  # fmt: skip
+    cells = [
+        ServedCell(2, 1, 2.0, 10, 20.0, measured_speedup=1.5),
+        ServedCell(4, 1, 2.5, 10, 25.0, measured_speedup=0.9),
+        ServedCell(2, 8, 2.0, 10, 40.0, measured_speedup=1.1),
+        ServedCell(3, 8, 2.0, 10, 1.0, 1.2),
+    ]
     table = steps_per_second(cells)
     assert table == {
         "sample_batch_tokens": [3, 5, 24],
         "sample_steps_per_sec": [50.0, 40.0, 25.0],
         "max_batch_tokens": 24,
     }
-    assert steps_by_batch_size(cells) == {"1": {"candidate_steps": [2]}, "8": {"candidate_steps": [0]}}
+    first = [measured(num, size) for num in (1, 2, 8) for size in (1, 32)]
+    assert steps_by_batch_size(first) == {"1": {"candidate_steps": [8]}, "32": {"candidate_steps": [0]}}
+
+
+def test_of_several_k_one_is_told_only_if_its_gain_holds_for_the_best_of_so_many():
+    """An interval from 1.02 on, by 4 pairs of blocks, lies above 1 alone, but not as the best of six."""
+    alone = replace(measured(2, 8), speedup=1.1, speedup_ci95=(1.02, 1.18))
+    worse = [replace(measured(num, 8), speedup=0.8, speedup_ci95=(0.7, 0.9)) for num in range(3, 8)]
+    assert steps_by_batch_size([alone]) == {"1": {"candidate_steps": [2]}}
+    assert steps_by_batch_size([alone, *worse]) == {"1": {"candidate_steps": [0]}}
 
 
 def test_a_plan_is_made_in_the_server(python, saved_target, tmp_path, capsys):

@@ -35,7 +35,7 @@ def machine_is(monkeypatch):
             )
             for name, steps in costs.items()
         ]
-        measured = Machine(2.0, 1, "float32", "cpu", start_seconds=0.1, start_tokens=64, candidates=found)
+        measured = Machine(2.0, "float32", start_seconds=0.1, start_tokens=64, candidates=found)
         monkeypatch.setattr(machine, "measure_machine", lambda *_: measured)
 
     return given

@@ -13,10 +13,10 @@ from headstart.engines.heads import HEADS
 from headstart.engines.servers.setting import EngineSetting
 from headstart.heads.block_network import BlockConfig
 from headstart.scripts.unattended import candidates, machine
-from headstart.scripts.unattended.answers import asks_again, learnt_chats, num_validation_rows, warnings_of
+from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
 from headstart.scripts.unattended.auto import end_of_learning, plan_evaluation
 from headstart.scripts.unattended.candidates import find_candidates, is_served
-from headstart.scripts.unattended.held_out import as_question, split_prompts
+from headstart.scripts.unattended.held_out import split_prompts
 from headstart.scripts.unattended.machine import GENEROUS, predict_length, served_costs
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
@@ -46,15 +46,12 @@ def run_of(**parts) -> Any:
     return SimpleNamespace(**parts)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90)])
-def test_a_budget_is_a_time(text, seconds):
-    assert parse_budget(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "20", "20 m", "m", "5s", "-3m", "2d"])
-def test_anything_else_is_refused_in_a_line_that_names_it(text):
-    with pytest.raises(BadInput, match=f"--budget {text}"):
-        parse_budget(text)
+def test_a_budget_is_a_time_and_anything_else_is_refused_by_name():
+    seconds = {"90s": 90, "20m": 1200, "2h": 7200, "1h30m": 5400, "1.5m": 90}
+    assert {text: parse_budget(text) for text in seconds} == seconds
+    for text in ("", "20", "20 m", "m", "5s", "-3m", "2d"):
+        with pytest.raises(BadInput, match=f"--budget {text}"):
+            parse_budget(text)
 
 
 def test_times_read_as_clocks():
@@ -65,10 +62,11 @@ def test_times_read_as_clocks():
 def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_said, monkeypatch):
     step = SimpleNamespace(round_ms=9.0, prefill_ms=0.0)
     stubs = {
+        "workload": lambda *_: None,
         "timed_cell": lambda *_: SimpleNamespace(run=lambda **_: None, baseline=step, plain=[step]),
         "load_skeleton": lambda _: None,
         "find_candidates": lambda _: [SimpleNamespace(name="eagle3")],
-        "measure_candidate": lambda *_, **__: Measured("eagle3", bound=2.0),
+        "measure_candidate": lambda *_: Measured("eagle3", bound=2.0),
         "start_seconds": lambda _: 1.0,
     }
     for name, stub in stubs.items():
@@ -76,9 +74,9 @@ def test_times_that_were_taken_beside_other_work_are_said_to_be_so(share, is_sai
     monkeypatch.setattr(machine.ProcessorMeter, "others", lambda _: share)
     said: list[str] = []
     settings, clock = SimpleNamespace(engine=EngineSetting(name="vllm"), budget=100.0), SimpleNamespace(used=0.0)
-    run = run_of(settings=settings, clock=clock, say=said.append, check_stop=lambda: None)
+    run = run_of(settings=settings, clock=clock, say=said.append, check_stop=lambda: None, load_seconds=0.0)
     target = SimpleNamespace(name="T", dtype=torch.float32, device="cpu", hidden_size=8)
-    machine.measure_machine(run, target, SimpleNamespace(batch_size=1), 0.0)  # type: ignore[arg-type]
+    machine.measure_machine(run, target)  # type: ignore[arg-type]
     assert [line for line in said if "35% of the processor" in line] == said[1:] and (len(said) == 2) == is_said
 
 
@@ -125,24 +123,18 @@ def test_time_that_was_used_before_a_kill_counts(tmp_path):
     assert Clock(tmp_path / "clock.json", 100).used < 1, "a damaged note costs no more than the note"
 
 
-def test_a_position_that_was_never_reached_adds_nothing_and_further_ones_are_like_the_last():
-    costs = [RoundCost(1, 1.0), RoundCost(5, 1.0)]
-    assert predict_length([0.5, None, 0.9], costs) == (1, 1.5)
-    assert predict_length([0.5], costs) == (5, round(sum(0.5**k for k in range(6)), 4))
-
-
-def test_costs_between_measured_lengths_lie_between_them():
-    assert predict_length([1.0, 1.0, 1.0, 0.0], [RoundCost(1, 1.2), RoundCost(5, 2.0)]) == (3, 4 / 1.6)
-
-
-def test_the_longest_chain_is_not_the_best_where_drafts_cost():
-    assert predict_length([0.6, 0.5, 0.4], [RoundCost(1, 1.1), RoundCost(3, 2.5)])[0] == 1
-    assert predict_length([0.9, 0.9, 0.9], [RoundCost(1, 1.1), RoundCost(3, 1.3)])[0] == 3
-
-
-def test_what_cannot_pay_even_with_generous_acceptance_is_known_before_training():
-    assert predict_length([GENEROUS], [RoundCost(1, 2.0), RoundCost(5, 5.0)])[1] < 1
-    assert predict_length([GENEROUS], [RoundCost(1, 1.1), RoundCost(5, 1.5)])[1] > 2
+@pytest.mark.parametrize(
+    ("rates", "costs", "expected"),
+    [
+        ([0.5, None, 0.9], {1: 1.0, 5: 1.0}, (1, 1.5)),  # a position that was never reached adds nothing
+        ([0.5], {1: 1.0, 5: 1.0}, (5, 1.9688)),  # further ones are like the last
+        ([1.0, 1.0, 1.0, 0.0], {1: 1.2, 5: 2.0}, (3, 4 / 1.6)),  # costs lie between those of measured lengths
+        ([0.6, 0.5, 0.4], {1: 1.1, 3: 2.5}, (1, 1.4545)),  # where drafts cost the longest chain is not the best
+        ([GENEROUS], {1: 2.0, 5: 5.0}, (1, 0.9)),  # what cannot pay is known before training
+    ],
+)
+def test_the_chain_with_the_highest_predicted_speedup_is_found(rates, costs, expected):
+    assert predict_length(rates, [RoundCost(*cost) for cost in costs.items()]) == expected
 
 
 def test_rungs_halve_until_one_is_left():
@@ -166,8 +158,6 @@ def test_steps_fill_the_time_left_by_the_overhead():
 ANSWERS = AnswerCounts(
     written=20,
     sampled=0,
-    served=0,
-    given=0,
     validation=4,
     tokens=4000,
     row_tokens=6000,
@@ -183,7 +173,7 @@ ANSWERS = AnswerCounts(
 
 def learner_of(name, machine, tmp_path, rungs=(), **answers):
     journal = AutoJournal({}, answers=replace(ANSWERS, **answers), rungs=[*rungs])
-    settings = SimpleNamespace(target="target", adapter="", device="cuda", seed=0)
+    settings = SimpleNamespace(target="target", adapter="", device="cuda", seed=0, draft_window="64:4")
     run = run_of(machine=machine, journal=journal, settings=settings, folder=tmp_path, data=tmp_path)
     [candidate] = [candidate for candidate in find_candidates() if candidate.name == name]
     return Learner(run, candidate)
@@ -191,15 +181,16 @@ def learner_of(name, machine, tmp_path, rungs=(), **answers):
 
 def test_a_rung_is_too_short_to_be_compiled_for(tmp_path):
     eagle3 = Measured("eagle3", step_seconds=0.5)
-    machine = Machine(10.0, 1, "bfloat16", "cuda", start_seconds=5.0, start_tokens=1000, candidates=[eagle3])
+    machine = Machine(10.0, "bfloat16", start_seconds=5.0, start_tokens=1000, candidates=[eagle3])
     _, config, *_ = learner_of("eagle3", machine, tmp_path).rung_training(20, seconds=60.0)
-    assert load_run(config).train.compile is False
+    train = load_run(config).train
+    assert train.compile is False and train.decode_window == "64:4", "scored with the window of the measurement"
 
 
 def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     costs = [RoundCost(1, 1.1)]
     medusa = Measured("medusa", costs=costs, step_seconds=2.0, token_seconds=0.01)
-    machine = Machine(10.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
+    machine = Machine(10.0, "float32", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
     learner = learner_of("medusa", machine, tmp_path)
     fitting = FITTING * 1500 * 0.01
     continued = 5.0 + learner.validation_seconds
@@ -218,9 +209,10 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
 
 @pytest.mark.parametrize("minutes", [20, 120])
 def test_what_is_kept_for_the_end_lasts_for_all_held_out_prompts(minutes):
-    machine = Machine(9.0, 1, "float32", "cpu", start_seconds=5.0, start_tokens=1000, candidates=[])
-    settings = SimpleNamespace(budget=60.0 * minutes, engine=EngineSetting(), max_new_tokens=128, adapter="")
-    journal = SimpleNamespace(split=Split(32, 900, 0, 100), trained=Trained("HEAD", None), serving=None)
+    machine = Machine(9.0, "float32", start_seconds=5.0, start_tokens=1000, candidates=[])
+    told = {"engine": EngineSetting(), "batch_size": 1, "max_new_tokens": 128, "adapter": ""}
+    settings = SimpleNamespace(budget=60.0 * minutes, **told)
+    journal = SimpleNamespace(split=Split(32, 900), trained=Trained("HEAD", None), serving=None)
     run = run_of(machine=machine, settings=settings, journal=journal)
     reserve = settings.budget - end_of_learning(run)
     run.clock = SimpleNamespace(left=reserve)
@@ -256,19 +248,11 @@ def test_without_time_for_all_the_one_that_usually_saves_most_is_trained():
     assert starting_candidates(ranked, paces, 340.0) == ["eagle3"]
 
 
-def test_every_family_of_the_registry_is_a_candidate():
+def test_every_family_is_a_candidate_with_its_own_config_where_it_has_no_options(monkeypatch):
     assert {candidate.head.type for candidate in find_candidates()} == set(HEADS)
-
-
-def test_a_family_without_options_is_taken_as_its_own_config_has_it(monkeypatch):
     monkeypatch.setattr(candidates, "shipped", lambda pattern: [])
     found = {candidate.name: candidate for candidate in find_candidates()}
     assert set(found) == set(HEADS) and not any(candidate.cuts_vocabulary for candidate in found.values())
-
-
-def test_a_vocabulary_is_cut_only_for_those_that_offer_it():
-    offered = {candidate.name: candidate.with_vocabulary(512).head.draft_vocab_size for candidate in find_candidates()}
-    assert set(offered.values()) == {512, None}
 
 
 def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
@@ -276,6 +260,8 @@ def test_a_vocabulary_is_cut_only_where_the_engine_drafts_so():
         {c.head.type for c in find_candidates(engine) if c.cuts_vocabulary} for engine in ("headstart", "vllm")
     )
     assert {"eagle", "medusa", "mtp"} <= ours and vllm == {"eagle3", "block"}
+    offered = {candidate.name: candidate.with_vocabulary(512).head.draft_vocab_size for candidate in find_candidates()}
+    assert set(offered.values()) == {512, None}
 
 
 @pytest.mark.parametrize(("device", "markov_rank"), [("cpu", 0), ("cuda", 64)])
@@ -316,73 +302,27 @@ def test_loops_and_cut_answers_are_told():
     assert [len(warnings_of(10, truncated=3, looping=0)), len(warnings_of(10, truncated=3, looping=3))] == [1, 2]
 
 
-def test_what_is_held_out_is_never_asked(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"question {i % 30}", "category": "c"} for i in range(50)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chats = tmp_path / "chats.jsonl"
-    pairs = [(f"question {i}", "answer") for i in range(30)] + [("another", "answer"), ("open", None)]
-    turns = [[{"role": "user", "content": q}] + [{"role": "assistant", "content": a}] * bool(a) for q, a in pairs]
-    chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
-    assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (10, 20, 20)
-    held_out = {row["messages"][0]["content"] for row in read_jsonl(tmp_path / "data" / "held_out.jsonl")}
-    asked = {row["prompt"] for row in read_jsonl(tmp_path / "data" / "prompts.jsonl")}
-    given = {row["messages"][0]["content"] for row in read_jsonl(tmp_path / "data" / "given.jsonl")}
-    assert len(held_out) == 10 and len(asked) == 20 and not held_out & asked
-    assert given == asked | {"another"}, "chats that ask what is held out are left out, and those without an answer"
-    first = (tmp_path / "data" / "held_out.jsonl").read_text()
-    split_prompts(str(path), "", tmp_path / "again", seed=0)
-    assert (tmp_path / "again" / "held_out.jsonl").read_text() == first
-    assert all(row["category"] == "c" for row in read_jsonl(tmp_path / "data" / "held_out.jsonl"))
-
-
-def test_a_held_out_prompt_is_not_asked_in_other_letters_either(tmp_path):
+def test_what_is_held_out_is_never_asked_in_other_letters_either(tmp_path):
     """A head would learn from its answer, which is nearly the same; look-ups leave that out too."""
-    path, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
+    path = tmp_path / "prompts.jsonl"
     texts = [form.format(i) for i in range(15) for form in ("Question {}", "question  {}\n", "QUESTION {}")]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    chats.write_text("".join(json.dumps({"prompt": text, "response": "answer"}) + "\n" for text in texts))
-    assert split_prompts(str(path), str(chats), tmp_path / "data", seed=0) == (5, 10, 30)
-    held_out = {row["messages"][0]["content"].split()[1] for row in read_jsonl(tmp_path / "data" / "held_out.jsonl")}
-    for learnt, number in (("prompts.jsonl", 10), ("given.jsonl", 30)):
-        rows = read_jsonl(tmp_path / "data" / learnt)
-        assert len(rows) == number and not held_out & {row["prompt"].split()[1] for row in rows}
-
-
-def test_chats_count_in_every_shape_of_an_answer_and_are_refused_where_none_has_one(tmp_path):
-    prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(12)))
-    rows: list[dict[str, Any]] = [
-        {"prompt": "a", "completion": "b"},
-        {"question": "c", "answer": "d"},
-        {"instruction": "e", "output": "f"},
-    ]
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for role, called in (("model", "role"), ("bot", "role"), ("gpt", "from"), ("chatgpt", "from")):
-        content = "content" if called == "role" else "value"
-        rows.append({"messages": [{called: "user", content: role}, {called: role, content: "answer"}]})
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    split_prompts(str(prompts), str(chats), tmp_path / "data", seed=0)
-    assert read_jsonl(tmp_path / "data" / "given.jsonl") == rows
-    with pytest.raises(BadInput, match=r"^--chats .*prompts.jsonl: none of its 12 rows ends with an answer$"):
-        split_prompts(str(prompts), str(prompts), tmp_path / "other", seed=0)
-
-
-def test_chats_that_ask_what_validation_rows_do_are_not_learnt(tmp_path):
-    """As where the chats are answers to the very prompts."""
-    path = tmp_path / "given.jsonl"
-    assert learnt_chats(path, []) == []
-    rows = [{"prompt": f"Question {i}", "response": "answer"} for i in range(8)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judged = [as_question([{"role": "user", "content": f"question  {i}"}]) for i in (2, 5)]
-    assert learnt_chats(path, judged) == [row for i, row in enumerate(rows) if i not in (2, 5)]
+    path.write_text("".join(json.dumps({"prompt": text, "category": "c"}) + "\n" for text in texts))
+    assert split_prompts(str(path), tmp_path / "data", seed=0) == (5, 10)
+    rows = read_jsonl(tmp_path / "data" / "held_out.jsonl")
+    held_out = {row["messages"][0]["content"].split()[1] for row in rows}
+    asked = {row["prompt"].split()[1] for row in read_jsonl(tmp_path / "data" / "prompts.jsonl")}
+    assert len(held_out) == 5 and len(asked) == 10 and not held_out & asked
+    assert all(row["category"] == "c" for row in rows)
+    first = (tmp_path / "data" / "held_out.jsonl").read_text()
+    split_prompts(str(path), tmp_path / "again", seed=0)
+    assert (tmp_path / "again" / "held_out.jsonl").read_text() == first
 
 
 def test_too_few_prompts_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
     with pytest.raises(BadInput, match="2 different prompts, at least 12 are needed"):
-        split_prompts(str(path), "", tmp_path / "data", seed=0)
+        split_prompts(str(path), tmp_path / "data", seed=0)
 
 
 @pytest.mark.parametrize(
@@ -391,6 +331,6 @@ def test_too_few_prompts_are_refused(tmp_path):
 def test_prompts_are_answered_again_where_heads_would_read_the_answers_more_than_six_times(number, used, again):
     """In 1,000 s, at 8 rows a second, 1,000 answers are read eight times, 2,000 four times."""
     machine = SimpleNamespace(able=[Measured("medusa", step_seconds=1.0)], begin_seconds=5.0)
-    journal, clock = SimpleNamespace(split=Split(32, 1000, 0, 100), answers_until=300.0), SimpleNamespace(left=1000.0)
+    journal, clock = SimpleNamespace(split=Split(32, 1000), answers_until=300.0), SimpleNamespace(left=1000.0)
     run = run_of(machine=machine, journal=journal, clock=clock, left_until=lambda second: second - used)
     assert asks_again(run, number) == again
