@@ -110,7 +110,7 @@ def show_launches(
         runs = "no" if problems else "yes"
         table.add_row(launch.path.stem, SHARDING[launch.kind], processes, runs, "\n".join(problems))
     console.print(table)
-    for path in paths:  # the whole one, by which accelerate finds it from any folder
+    for path in [launch.path for launch in launches]:  # the whole one, by which accelerate finds it from any folder
         command = f"accelerate launch --config_file {shlex.quote(str(path))} -m headstart.train CONFIG"
         console.print(f"{path.stem}: {command}", soft_wrap=True, highlight=False, markup=False)
     return can_run

@@ -37,6 +37,10 @@ Verbose = Annotated[bool, RUN("--verbose", help="Print each command that is run.
 Launcher = Annotated[
     str, MACHINE(help="Command that starts training on several devices: 'accelerate launch --config_file FILE'.")
 ]
+Concurrency = Annotated[
+    list[int] | None,
+    RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size, else 1]", min=1, max=MOST_ROWS),
+]
 
 
 def auto(
@@ -51,10 +55,7 @@ def auto(
     engine: EngineName = "headstart",
     engine_python: EnginePython = "",
     engine_args: EngineArgs = "",
-    concurrency: Annotated[
-        list[int] | None,
-        RUN(help="Questions in flight in the server. Repeatable. [default: --batch-size]", min=1, max=MOST_ROWS),
-    ] = None,
+    concurrency: Concurrency = None,
     batch_size: Annotated[int, RUN(help="Number of rows that are served at a time.", min=1, max=MOST_ROWS)] = 1,
     seed: Seed = 0,
     dtype: Dtype = "",
@@ -84,9 +85,7 @@ def auto(
     from .unattended.target_server import TargetServer
 
     known = ("headstart", *sorted(ENGINES))
-    by = asked_engine(engine, engine_python, engine_args, known, dtype=dtype, device=device)
-    if by.is_ours and concurrency:
-        raise BadInput("--concurrency: goes with another --engine than headstart")
+    by = asked_engine(engine, engine_python, engine_args, known, concurrency=concurrency, dtype=dtype, device=device)
     check_window(draft_window, "head")
     if ":" in str(output):
         raise BadInput(f"--output {output}: a colon cannot be in the path of a head")
@@ -130,6 +129,7 @@ def refit(
     engine: EngineName = "headstart",
     engine_python: EnginePython = "",
     engine_args: EngineArgs = "",
+    concurrency: Concurrency = None,
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 30m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for refit.html, refit.json and everything else that the run writes.")],
     seed: Seed = 0,
@@ -156,7 +156,7 @@ def refit(
     from .unattended.target_server import TargetServer
 
     known = ("headstart", "vllm", "sglang")
-    by = asked_engine(engine, engine_python, engine_args, known, dtype=dtype, device=device)
+    by = asked_engine(engine, engine_python, engine_args, known, concurrency=concurrency, dtype=dtype, device=device)
     device = device or default_device()
     weights = [str(Path(head, name)) for name in ("config.json", "model.safetensors")]
     settings = RefitSettings(
@@ -172,6 +172,7 @@ def refit(
         launcher=launcher,
         seed=seed,
         engine=by,
+        concurrency=concurrency or [1],
         rows=files_digest([path for path in (traffic, replay, *weights, target, adapter) if path]),
     )
     with RefitRun.open(output, settings, is_verbose=verbose) as run, TargetServer(run, run.heads) as server:
@@ -179,7 +180,7 @@ def refit(
 
 
 def asked_engine(
-    name: str, python: str, args: str, known: tuple[str, ...], *, dtype: str, device: str
+    name: str, python: str, args: str, known: tuple[str, ...], *, concurrency: list[int] | None, dtype: str, device: str
 ) -> "EngineSetting":
     """What serves, whose servers are told --dtype too, before the user's flags.
 
@@ -188,7 +189,10 @@ def asked_engine(
     """
     if name in ("vllm", "sglang") and dtype not in ("", "auto"):
         args = f"--dtype {dtype} {args}".strip()
+    engine = engine_of(name, python, args, known=known)
+    if engine.is_ours and concurrency:
+        raise BadInput("--concurrency: goes with another --engine than headstart")
     if ":" in device:
         number = device.rpartition(":")[2]
         raise BadInput(f"--device {device}: say --device cuda, and CUDA_VISIBLE_DEVICES={number} in the environment")
-    return engine_of(name, python, args, known=known)
+    return engine

@@ -64,8 +64,9 @@ def batch_seconds(run: AutoRun) -> float:
 def ending_seconds(run: AutoRun, num_batches: int) -> float:
     """Estimated seconds of an evaluation of that many batches, but at least of LEAST_TIMED, of export and check."""
     if serving := server_of(run):
-        num_prompts, seconds = max(num_batches * run.settings.batch_size, LEAST_TIMED), EVALUATION * run.settings.budget
-        timed = plan_served(run, serving, num_drafters=2, held_out=num_prompts, seconds=seconds).seconds
+        settings, num_prompts = run.settings, max(num_batches * run.settings.batch_size, LEAST_TIMED)
+        seconds, most = EVALUATION * settings.budget, settings.max_new_tokens
+        timed = plan_served(run, serving, num_drafters=2, most=most, held_out=num_prompts, seconds=seconds).seconds
     else:
         timed = max(num_batches, LEAST_TIMED) * batch_seconds(run)
     loading = run.machine.load_seconds * (2 if run.settings.adapter else 1)
@@ -120,8 +121,10 @@ def plan_evaluation(run: AutoRun) -> Evaluation:
     held_out = known(run.journal.split).held_out
     length = trained.score.num_draft_tokens if trained and trained.score else DEFAULT_DRAFT_TOKENS
     if serving := server_of(run):
-        num_drafters = 1 if trained is None else 2
-        plan = plan_served(run, serving, num_drafters=num_drafters, held_out=held_out, seconds=max(seconds, 0.0))
+        most, num_drafters = run.settings.max_new_tokens, 1 if trained is None else 2
+        plan = plan_served(
+            run, serving, num_drafters=num_drafters, most=most, held_out=held_out, seconds=max(seconds, 0.0)
+        )
         return Evaluation(plan.num_prompts, length, has_look_ups=plan.num_drafters == num_drafters)
     num_batches = int(seconds * SAFETY / batch_seconds(run) + 1e-6)
     return Evaluation(min(max(num_batches, LEAST_TIMED) * run.settings.batch_size, held_out), length)
@@ -293,7 +296,11 @@ def stages(server: TargetServer) -> list[Stage[AutoRun]]:
     """In their order. Args: server: of the run's target."""
     return [
         Stage("split", split),
-        Stage("serving", try_server, lambda run: not run.settings.engine.is_ours),
+        Stage(
+            "serving",
+            lambda run: try_server(run, most=run.settings.max_new_tokens),
+            lambda run: not run.settings.engine.is_ours,
+        ),
         Stage("machine", lambda run: measure(run, server)),
         Stage("least_budget", check_budget),
         Stage("answers_until", lambda run: run.clock.used + ANSWERS * run.settings.budget, can_learn),

@@ -19,6 +19,9 @@ from ...data_pipelines.rows.traffic import ServedChat
 from ...data_pipelines.storage.shard_file import StoredSample
 from ...eval.figures.metrics import LEAST_TIMED, Acceptance, expected_acceptance, ratio_and_interval, rounded
 from ...eval.report.results.one_result import grouped
+from ...eval.report.served_page import cautions as served_cautions
+from ...eval.report.served_page import sentences
+from ...eval.served.served_result import ServedResult, lower_end_among
 from ...heads.base import ChainStarts, DraftBatch, DraftHead
 from ...targets.cpu.packing import pack_linears
 from ...targets.target import Target
@@ -117,10 +120,13 @@ def compare(traffic: str, domain: str, drafted: Sequence[DraftedRow]) -> Compare
     )
 
 
-def decide_between(compared: Sequence[Compared]) -> Decision:
+def decide_between(compared: Sequence[Compared], served: Sequence[ServedResult] = ()) -> Decision:
     """Decides between the old head and the new one, without the commands that carry it out.
 
-    Args: compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
+    Args:
+        compared: both heads on held-out new traffic and, if there are any, on held-out old rows.
+        served: the new head beside the old one in the server; if there are any, they say which is better on new
+            traffic.
     """
     whole = {part.traffic: part for part in compared if part.domain == ALL}
     new, old = whole[NEW], whole.get(OLD)
@@ -128,7 +134,12 @@ def decide_between(compared: Sequence[Compared]) -> Decision:
     if new.ratio is None or new.conversations < LEAST_TIMED:
         few = f"{new.conversations} conversations could be compared, {LEAST_TIMED} are the least."
         return Decision(False, STAYS, [few], cautions)
-    reasons, low = [f"On new traffic: {ratio_in_words(new)}."], new.interval[0] or 0.0
+    reasons = [*sentences(served), f"On new traffic: {ratio_in_words(new)}."]
+    low = new.interval[0] or 0.0
+    cautions += [f"{line}." for line in served_cautions(served)]
+    if served:  # faster under a load, and slower under none
+        low = max(lower_end_among(one, len(served)) for one in served)
+        low = 0.0 if any(not one.is_right or (one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
     is_better = low > LEAST_GAIN
     if not is_better:
         least = f", but not shown to be by the {100 * (LEAST_GAIN - 1):.0f} % that a new deployment is worth"

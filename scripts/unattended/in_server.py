@@ -1,5 +1,5 @@
-"""`headstart auto` in the engine's own server: it is tried before training, and measures heads when they are trained;
-what it does in between, for refit too, is in `target_server`.
+"""Unattended runs in the engine's own server: it is tried before training, and measures heads when they are trained;
+what it does in between is in `target_server`.
 
 What it does not do is done by our own engine, and the run says so in a line.
 """
@@ -21,7 +21,7 @@ from ...eval.served.load import Load
 from ...eval.served.served_result import ServedResult, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
-from .running.session import AutoRun, Session
+from .running.session import Session
 
 TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
 LOOKUP = "ngram"  # the drafter that a server has by itself
@@ -48,8 +48,10 @@ def check_startable(setting: EngineSetting) -> None:
         raise BadInput(f"{engine.title} is not in this Python; --engine-python names one that has it")
 
 
-def try_server(run: AutoRun) -> ServerTrial:
-    """Starts the engine's server, with look-ups and without, and asks it a little."""
+def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
+    """Starts the engine's server, with look-ups and without, and asks it a little.
+
+    Args: most: tokens of an answer, when heads are measured."""
     started, asked = run.clock.used, ["--limit", str(TRIED_PROMPTS), "--max-new-tokens", str(TRIED_TOKENS)]
     until = started + TRIAL * run.settings.budget
     try:
@@ -63,7 +65,7 @@ def try_server(run: AutoRun) -> ServerTrial:
             start_seconds=round(max(run.clock.used - started - asking, 0.0) / starts(run, repeats=1), 1),
             tokens_per_second=[one.baseline.tokens_per_second or 0.0 for one in results],
         )
-        least = plan_served(run, serving, num_drafters=1, held_out=LEAST_TIMED, seconds=0.0).seconds
+        least = plan_served(run, serving, num_drafters=1, most=most, held_out=LEAST_TIMED, seconds=0.0).seconds
         if least > SERVED_EVALUATION * run.settings.budget:
             share = f"more than {SERVED_EVALUATION:.0%} of the budget"
             raise BadInput(f"measuring in it takes {clock_text(least)} at least, {share}")
@@ -79,7 +81,7 @@ def served_rate(serving: ServerTrial) -> float:
 
 
 def measure_in_server(
-    run: AutoRun, serving: ServerTrial, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
+    run: Session[Any, Any], serving: ServerTrial, drafters: Sequence[str], asked: Sequence[str], *, seconds: float
 ) -> str:
     """The path of report.json; empty where it failed, which the journal then says.
 
@@ -94,7 +96,7 @@ def measure_in_server(
 
 
 def served_report(
-    run: AutoRun,
+    run: Session[Any, Any],
     what: str,
     drafters: Sequence[str],
     asked: Sequence[str],
@@ -125,28 +127,30 @@ def server_of(run: Session[Any, Any]) -> ServerTrial | None:
     return None if serving is None or serving.problem else serving
 
 
-def starts(run: AutoRun, *, repeats: int) -> int:
+def starts(run: Session[Any, Any], *, repeats: int) -> int:
     """How often servers are started: one of each side where both have room, else anew at each change of sides."""
     return 2 if run.settings.engine.has_room_for_two else 2 * repeats + 1
 
 
-def served_seconds(run: AutoRun, serving: ServerTrial, *, num_prompts: int) -> float:
-    """Estimated seconds of a measurement of one drafter in the server."""
+def served_seconds(run: Session[Any, Any], serving: ServerTrial, *, num_prompts: int, most: int) -> float:
+    """Estimated seconds of a measurement of one drafter in the server. Args: most: tokens of an answer."""
     seconds = starts(run, repeats=REPEATS) * serving.start_seconds
     for size, speed in zip(run.settings.concurrency, serving.tokens_per_second, strict=True):
-        tokens = len(Load(size).numbers(num_prompts)) * run.settings.max_new_tokens
+        tokens = len(Load(size).numbers(num_prompts)) * most
         seconds += 4 * REPEATS * tokens / max(speed, 1e-3)
     return seconds
 
 
-def plan_served(run: AutoRun, serving: ServerTrial, *, num_drafters: int, held_out: int, seconds: float) -> ServedPlan:
+def plan_served(
+    run: Session[Any, Any], serving: ServerTrial, *, num_drafters: int, most: int, held_out: int, seconds: float
+) -> ServedPlan:
     """The measurement there is time for: of fewer prompts, and if need be of one drafter; LEAST_TIMED prompts at least.
 
-    Args: num_drafters, held_out: of drafters and prompts, at most."""
+    Args: num_drafters, held_out: of drafters and prompts, at most. most: tokens of an answer."""
     least, plans = min(LEAST_TIMED, held_out), list[ServedPlan]()
     for drafters in dict.fromkeys((num_drafters, 1)):
         for num_prompts in range(held_out, least - 1, -1):
-            timed = drafters * served_seconds(run, serving, num_prompts=num_prompts)
+            timed = drafters * served_seconds(run, serving, num_prompts=num_prompts, most=most)
             plans.append(ServedPlan(drafters, num_prompts, timed))
     return next((plan for plan in plans if plan.seconds <= seconds * SAFETY), plans[-1])
 

@@ -159,6 +159,7 @@ def write_refit_page(run: RefitRun) -> list[str]:
         run,
         conclusion,
         heading=f"{short_name(run.settings.head)} on {short_name(run.settings.target)}",
+        report=journal.report,
         parts=[compared, rows_part(journal)],
     )
     return screen_lines(conclusion, compared[2] if compared else None, f"The page: {path}")

@@ -17,6 +17,8 @@ from ...data_pipelines.rows.samples import Sample
 from ...data_pipelines.rows.traffic import ServedChat, Traffic, as_json_lines, read_traffic
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...engines.heads import head_class, head_record, load_head, start_head
+from ...eval.plan.budget import SAFETY
+from ...eval.report.served_page import read_served
 from ...heads.base import DraftHead, HeadConfig
 from ...heads.stored.fit import row_share
 from ...heads.stored.folder import config_of, read_record
@@ -24,9 +26,9 @@ from ...targets.target import Target
 from .candidates import TRAINING, find_candidates
 from .comparing import as_samples, compare_by_domain, decide_between, draft_rows
 from .held_out import NEW, OLD, RowSplits, mixed, split_traffic
-from .in_server import check_startable
+from .in_server import ServedPlan, measure_in_server, plan_served, server_of, try_server, without_server
 from .machine import measure_step
-from .running.clock import TRAINED
+from .running.clock import EVALUATION, TRAINED
 from .running.journal import Compared, Decision, Found, RefitJournal, ServerTrial, TrainingPlan, known
 from .running.session import RefitSettings, Session, Stage
 from .running.steps import start_seconds
@@ -37,6 +39,7 @@ LEAST_ROWS = 8  # training rows of new traffic, lower limit
 ENDING = 1.3  # time kept for what follows the training, relative to the expected time
 TIMED = 16  # rows that are read to time it
 SOONEST = 5.0  # seconds kept for loading before it, lower limit
+SERVED_TOKENS = 128  # of an answer in the engine's server
 
 NUM_VALIDATIONS = 4  # of the training
 PATIENCE = 2  # validations without improvement after which it ends
@@ -107,16 +110,6 @@ def find_rows(run: RefitRun) -> Found:
     return found
 
 
-def find_server(run: RefitRun) -> ServerTrial:
-    """Whether the engine's server can be started here, to give states."""
-    try:
-        check_startable(run.settings.engine)
-    except BadInput as error:
-        run.say(f"{error}: our own engine reads")
-        return ServerTrial(str(error))
-    return ServerTrial()
-
-
 # The training
 
 
@@ -150,6 +143,8 @@ def plan_training(run: RefitRun, target: Target) -> TrainingPlan:
     start = start_seconds(run.check_stop)
     load = run.load_seconds
     until = settings.budget - ENDING * (start + load + len(held_out) * row_seconds) - max(start, SOONEST)
+    if serving := server_of(run):
+        until -= served_plan(run, serving, seconds=EVALUATION * settings.budget).seconds / SAFETY
     steps = planned_steps(
         until - run.clock.used,
         Pace(step, start + load),
@@ -260,25 +255,42 @@ def compare_heads(run: RefitRun, target: Target) -> list[Compared]:
     return compared
 
 
+def served_plan(run: RefitRun, serving: ServerTrial, *, seconds: float) -> ServedPlan:
+    """The measurement of both heads in the server that there is time for."""
+    held_out = known(run.journal.found).held_out_new
+    return plan_served(run, serving, num_drafters=1, most=SERVED_TOKENS, held_out=held_out, seconds=seconds)
+
+
+def serve_both(run: RefitRun, server: TargetServer) -> str:
+    """The new head beside the old one in servers of their own; returns the path of report.json, empty if that fails."""
+    server.close()
+    serving, left = known(server_of(run)), run.clock.left
+    plan = served_plan(run, serving, seconds=left)
+    asked = ["--baseline-drafter", f"head:{run.settings.head}", "--limit", str(plan.num_prompts)]
+    asked += ["--max-new-tokens", str(SERVED_TOKENS)]
+    return measure_in_server(run, serving, [f"head:{run.journal.trained}"], asked, seconds=left)
+
+
 def decide(run: RefitRun) -> Decision:
-    """Decides between the old head and the new one."""
-    decision = decide_between(run.journal.compared)
+    """Decides between the old head and the new one, by what the engine's server did with both where that is known."""
+    engine, journal = run.settings.engine, run.journal
+    served = read_served(Path(journal.report)).results if journal.report else []
+    decision = decide_between(journal.compared, served)
     if decision.deploy:
-        prompts = run.data / "held_out.jsonl"
-        decision.commands.extend(deploying(run.settings, run.journal.trained, prompts=prompts))
-    return decision
+        decision.commands.extend(deploying(run.settings, journal.trained, prompts=run.data / "held_out.jsonl"))
+    if engine.is_ours or served:
+        return decision
+    return without_server(decision, journal.serving, engine.name)
 
 
 def deploying(settings: RefitSettings, new_head: str, *, prompts: Path) -> list[str]:
-    """The command lines that time both heads, where they are served, and export the new one."""
-    target, adapter = ["--target", settings.target], ["--adapter", settings.adapter] if settings.adapter else []
-    heads, asked = ["--drafter", f"head:{settings.head}", "--drafter", f"head:{new_head}"], ["--prompts", str(prompts)]
-    by, to = list[str](), "ENGINE"
-    if not settings.engine.is_ours:
-        heads[0], by, to = "--baseline-drafter", settings.engine.flags(), settings.engine.name
+    """The command lines that time both heads, and export the new one."""
+    target, engine = ["--target", settings.target], "ENGINE" if settings.engine.is_ours else settings.engine.name
+    adapter = ["--adapter", settings.adapter] if settings.adapter else []
+    heads = ["--drafter", f"head:{settings.head}", "--drafter", f"head:{new_head}"]
     return [
-        join(["headstart", "eval", *by, *target, *adapter, *heads, *asked, "--output", "EVAL"]),
-        join(["headstart", "export", new_head, "SERVED", "--to", to, *target]),
+        join(["headstart", "eval", *target, *adapter, *heads, "--prompts", str(prompts), "--output", "EVAL"]),
+        join(["headstart", "export", new_head, "SERVED", "--to", engine, *target]),
     ]
 
 
@@ -286,9 +298,10 @@ def stages(server: TargetServer) -> list[Stage[RefitRun]]:
     """In their order. Args: server: of the run's target."""
     return [
         Stage("found", find_rows),
-        Stage("serving", find_server, lambda run: not run.settings.engine.is_ours),
+        Stage("serving", lambda run: try_server(run, most=SERVED_TOKENS), lambda run: not run.settings.engine.is_ours),
         Stage("plan", lambda run: server.reading(partial(plan_training, run))),
         Stage("trained", lambda run: train(run, server)),
         Stage("compared", lambda run: server.reading(partial(compare_heads, run))),
+        Stage("report", lambda run: serve_both(run, server), lambda run: server_of(run) is not None),
         Stage("decision", decide),
     ]

@@ -160,7 +160,7 @@ OUT_OF_RANGE = {
         *("--batch-size 4097", "--concurrency 0", "--concurrency 4097", "--max-new-tokens 99999999"),
         f"--seed {2**63}",
     ),
-    f"{REFIT} --head {{head}} --traffic good.jsonl": ("--max-length 1", f"--seed {2**63}"),
+    f"{REFIT} --head {{head}} --traffic good.jsonl": ("--concurrency 4097", "--max-length 1", f"--seed {2**63}"),
     EXTRACT: ("--batch-tokens 0", "--batch-tokens 99999999", "--shard-bytes 0", "--shard-bytes 999999999999"),
     f"doctor --target {TARGET}": ("--gpus -1", "--gpus 1025", "--memory -1", "--memory inf", "--memory nan"),
     "doctor ddp": ("--num-processes 0",),

@@ -277,8 +277,9 @@ class RefitJournal(Journal):
 
     file_name = "refit.json"
     found: Found | None = None
-    serving: ServerTrial | None = None  # of the engine that gives states; null: none was named
+    serving: ServerTrial | None = None  # of the engine that serves; null: none was named
     stateless: str = ""  # as of AutoJournal
     plan: TrainingPlan | None = None
     trained: str = ""  # folder of the new head; empty until it is trained
     compared: list[Compared] = field(default_factory=list)
+    report: str = ""  # path of report.json of both heads in the engine's server; empty: there is none

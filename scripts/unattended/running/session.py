@@ -39,6 +39,7 @@ class Settings:
     seed: int
     adapter: str = ""  # folder of the target's adapter; empty: none
     engine: EngineSetting = field(default_factory=EngineSetting)
+    concurrency: list[int] = field(default_factory=lambda: [1])  # of measurements in the engine's server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,6 @@ class AutoSettings(Settings):
 
     prompts: str
     batch_size: int
-    concurrency: list[int]  # of measurements in the engine's server
     max_new_tokens: int
     draft_window: str  # as of `headstart eval`; empty: none
     traffic: str  # digest of the file `prompts`, and of the target's

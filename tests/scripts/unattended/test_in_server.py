@@ -197,7 +197,8 @@ def test_a_server_that_starts_no_more_ends_the_run_in_a_line(answered):
     ],
 )
 def test_servers_are_told_the_dtype_that_was_asked_for_before_the_users_flags(engine, dtype, args):
-    assert asked_engine(engine, "python", "--x 1", (engine,), dtype=dtype, device="").args == args
+    how = {"concurrency": None, "dtype": dtype, "device": ""}
+    assert asked_engine(engine, "python", "--x 1", (engine,), **how).args == args
 
 
 def test_two_servers_are_up_together_where_each_has_half_of_a_gpu(tmp_path, monkeypatch):
@@ -217,7 +218,6 @@ def run_of(tmp_path, *, fails=False, is_late=False, **settings) -> Any:
         return SimpleNamespace(last_line="-", stopped=is_late, seconds=5.0)
 
     told = {"engine": EngineSetting(name="vllm", python="python"), "concurrency": [1, 8], "target": "T", "adapter": ""}
-    told |= {"max_new_tokens": 96}
     journal, clock = SimpleNamespace(serving=None), SimpleNamespace(used=0.0)
     said: list[str] = []
     whole = SimpleNamespace(**{"budget": 100.0, **told, **settings})
@@ -243,7 +243,7 @@ def run_of(tmp_path, *, fails=False, is_late=False, **settings) -> Any:
 )
 def test_a_server_that_does_not_start_is_a_line_before_training(how, problem, tmp_path):
     run = run_of(tmp_path, **how)
-    assert problem in try_server(run).problem
+    assert problem in try_server(run, most=16).problem
     assert problem in run.said[0] and run.said[0].endswith("decided by our own engine")
 
 
@@ -259,12 +259,12 @@ def test_a_head_that_the_server_cannot_measure_is_not_deployed(tmp_path):
 
 def test_as_much_is_measured_in_the_server_as_there_is_time_for(tmp_path):
     run, serving = run_of(tmp_path), ServerTrial("", 10.0, [30.0, 100.0])
-    least, most = (served_seconds(run, serving, num_prompts=count) for count in (4, 12))
+    least, most = (served_seconds(run, serving, num_prompts=count, most=96) for count in (4, 12))
     # 12 prompts: 8 blocks of 12 answers one at a time, and of 36 answers 8 at a time
     assert most == pytest.approx(20 + 8 * (12 * 96 / 30 + 36 * 96 / 100))
 
     def planned(seconds):
-        plan = plan_served(run, serving, num_drafters=2, held_out=12, seconds=seconds)
+        plan = plan_served(run, serving, num_drafters=2, most=96, held_out=12, seconds=seconds)
         return plan.num_drafters, plan.num_prompts
 
     assert planned(3 * most) == (2, 12)
@@ -286,7 +286,7 @@ def test_a_server_too_slow_for_the_budget_is_known_before_training(budget, is_tr
     side = replace(SIDE, num_answers=20, tokens_per_second=32.0)
     tried = replace(result("ngram at K 4", 1, 0.9), baseline=side, drafted=side)
     monkeypatch.setattr(in_server, "read_served", lambda _: SimpleNamespace(results=[tried]))
-    serving = try_server(run)
+    serving = try_server(run, most=96)
     if is_tried:
         assert serving == ServerTrial("", 30.0, [32.0]) and not run.said
     else:

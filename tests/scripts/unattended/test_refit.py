@@ -80,6 +80,7 @@ def test_where_the_server_has_the_target_no_process_of_ours_holds_a_layer(
         [each[key] for key in ("conversations", "before")] for each in (found["compared"][0], ours["compared"][0])
     ]
     assert before[0] == before[1], "the states are the target's"
+    assert "vLLM with" in " ".join(found["decision"]["reasons"])
     assert not (tmp_path / "refit" / "states").exists()
 
 

@@ -1,5 +1,6 @@
 """The decisions of `headstart refit`, from figures alone: what is held out, and what is offered."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,11 @@ from headstart.data_pipelines.rows.traffic import ServedChat
 from headstart.data_pipelines.vocab import SIZE_STEP
 from headstart.engines.heads import HEADS, build_head
 from headstart.engines.servers.setting import EngineSetting
+from headstart.eval.proof.lossless import LosslessReport
+from headstart.eval.served.figures import Percentiles, SideFigures
+from headstart.eval.served.load import Load
+from headstart.eval.served.served_result import ServedResult
+from headstart.eval.served.text_check import PromptCheck, TextCheck
 from headstart.scripts.unattended.candidates import find_candidates
 from headstart.scripts.unattended.comparing import FORGETS, STAYS, DraftedRow, compare_by_domain, decide_between
 from headstart.scripts.unattended.held_out import mixed, split_traffic
@@ -28,6 +34,8 @@ from headstart.scripts.unattended.refit import (
 from headstart.scripts.unattended.running.journal import Compared, TrainingPlan
 from headstart.scripts.unattended.training import LEAST_STEPS, Pace
 from headstart.train.inputs.config import load_run
+
+SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
 
 
 def rows_of(count, *, of=1, prefix="q", domain=None):
@@ -105,17 +113,12 @@ def test_a_domain_on_which_it_is_worse_is_told():
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
 
 
-def test_what_deploys_the_new_head_is_quoted_and_times_both_heads_where_they_are_served():
-    how = {"target": "my model", "head": "a", "adapter": "loras/sql"}
-    vllm, ours = (
-        deploying(SimpleNamespace(**how, engine=engine), "b c", prompts=Path("held_out.jsonl"))  # type: ignore[arg-type]
-        for engine in (EngineSetting(name="vllm", python="venv/bin/python"), EngineSetting())
-    )
-    asked = "--target 'my model' --adapter loras/sql"
-    assert vllm[0].startswith(f"headstart eval --engine vllm --engine-python venv/bin/python {asked}")
-    assert "--baseline-drafter head:a --drafter 'head:b c' --prompts held_out.jsonl" in vllm[0]
-    assert ours[0].startswith(f"headstart eval {asked} --drafter head:a --drafter 'head:b c'")
-    assert vllm[1] == "headstart export 'b c' SERVED --to vllm --target 'my model'"
+def test_what_deploys_the_new_head_is_quoted_and_names_the_adapter():
+    how = {"target": "my model", "head": "a", "adapter": "loras/sql", "engine": EngineSetting(name="vllm")}
+    settings: Any = SimpleNamespace(**how)
+    timing, exporting = deploying(settings, "b c", prompts=Path("held_out.jsonl"))
+    assert " --target 'my model' --adapter loras/sql --drafter head:a --drafter 'head:b c' " in timing
+    assert exporting == "headstart export 'b c' SERVED --to vllm --target 'my model'"
 
 
 def test_the_head_learns_on_in_the_precision_in_which_its_steps_were_timed(tmp_path):
@@ -155,3 +158,32 @@ def test_more_tokens_only_where_the_rows_need_them(tiny_target):
     assert more is not None and len(more) == SIZE_STEP and {*few.tolist(), 4, 6, 1000} <= set(more.tolist())
     whole = build_head(HEADS["eagle3"].config_class(type="eagle3"), tiny_target("llama"))
     assert grown_vocabulary(whole, [known]) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "deploys"),
+    [
+        ([(1.05, 1.2)], True),
+        ([(1.05, 1.2), (0.9, 1.1)], True),
+        ([(1.05, 1.2), (0.8, 0.95)], False),
+        ([(1.0, 1.1)], False),
+    ],
+)
+def test_the_server_says_which_head_is_better_where_it_was_asked(ends, deploys):
+    """Faster at a load and slower at none, whatever the tokens per forward are."""
+    compared = [Compared("new", "all", 20, 2.0, 2.0, 1.0, [0.99, 1.01])]
+    served = [
+        ServedResult(
+            *("vllm", "head:NEW at K 4", 4, Load(2**i), 96, 0.0, 12, "ABBAABBA", True),
+            *(sum(pair) / 2, pair, SIDE, SIDE, None, PromptCheck(), None),
+            baseline_drafter="head:OLD",
+        )
+        for i, pair in enumerate(ends)
+    ]
+    decision = decide_between(compared, served)
+    assert decision.deploy == deploys
+    bad = replace(served[0], texts=TextCheck(LosslessReport(12, 11, 0, 1), 12, 0))
+    wrong = decide_between(compared, [bad, *served[1:]])
+    assert not wrong.deploy and any("not the target's own" in one for one in wrong.cautions)
+    assert decision.reasons[0].startswith("vLLM with head NEW, 4 drafts, beside head OLD: 1 at a time: ")
+    assert "leave drafts off" not in decision.reasons[0]
