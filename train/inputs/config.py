@@ -19,7 +19,6 @@ from ...targets.loading import TargetConfig
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 WARMUP = 50  # steps
 
 
@@ -41,8 +40,6 @@ class TrainConfig:
     )  # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
-    beta1: Decay = 0.9  # of AdamW, as beta2; Muon's momentum is 0.95
-    beta2: Decay = 0.95
     max_grad_norm: Amount = 1.0  # 0: gradients are not clipped
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; master weights stay fp32
     # torch.compile fuses passes over logits and attention scores; results differ by rounding. None: on a GPU, for 500
