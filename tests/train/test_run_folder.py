@@ -75,7 +75,7 @@ def test_a_head_that_could_not_be_written_is_written_by_the_same_command(run, wo
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "save_head", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(BadInput, match=f"{tmp_path / 'a'}: cannot be written: No space left"):
             run("medusa", "a", *how)
     assert not (tmp_path / "a" / "final").exists()
     folder = run("medusa", "a", *how)
@@ -133,14 +133,6 @@ def test_copies_beside_the_checkpoints_are_not_taken_for_them(run, world):
     assert copy.is_dir() and weights(folder) == weights(run("medusa", "b"))
 
 
-def test_a_refused_first_start_leaves_nothing(run, tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "other").write_text("")
-    with pytest.raises(BadInput):
-        run("eagle3", "runs/a", "head.draft_vocab_size=62")
-    assert os.listdir(tmp_path / "runs") == ["other"] or set(os.listdir(tmp_path / "runs")) == {"other", "a.yaml"}
-
-
 def test_a_config_may_say_home(tmp_path, monkeypatch, world):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "a.yaml"
@@ -156,7 +148,7 @@ def test_a_config_may_say_home(tmp_path, monkeypatch, world):
 def test_a_row_that_cannot_be_encoded_does_not_end_the_run(run, world, tmp_path, capfd):
     path = tmp_path / "rows.jsonl"
     path.write_text((world / "rows.jsonl").read_text() + '{"messages": "hi"}\n')
-    folder = run("medusa", "a", f"data.train={path}", "train.max_steps=3")
+    folder = run("medusa", "a", f"data.train={path}", "train.max_steps=1")
     told = "kept 6, malformed 1, dropped 1; the first refused: "
     said = " ".join(capfd.readouterr().err.split())
     assert f"data.train: {told}{path}:7: a chat should be a list of turns" in said, said
@@ -180,8 +172,8 @@ def test_rows_that_are_not_read_whole_are_counted(run, world, tmp_path, capfd):
     """In training and in validation; a row whose answer begins behind `max_length` is dropped."""
     path = tmp_path / "held_out.jsonl"
     path.write_text((world / "rows.jsonl").read_text() + '{"input_ids": [1, 5, 9, 7, 8, 3, 4], "prompt_length": 6}\n')
-    run("medusa", "a", "data.max_length=6", f"data.validation={path}", "train.max_steps=3")
+    run("medusa", "a", "data.max_length=6", f"data.validation={path}", "train.max_steps=1")
     said = " ".join(capfd.readouterr().err.split())
     assert "data.train: kept 4, cut 4, dropped 2" in said and "data.validation: kept 4, cut 4, dropped 3" in said, said
-    run("medusa", "b", "train.max_steps=3")
+    run("medusa", "b", "train.max_steps=1")
     assert "data.train: " not in capfd.readouterr().err, "all of them are whole"
