@@ -142,7 +142,7 @@ def variants() -> dict[str, dict[str, Any]]:
     from headstart.configs.loader import read_config, shipped
 
     paths = [*shipped("heads/*.yaml"), *shipped("bench/*.yaml")]
-    found = {f"{path.parent.name}/{path.stem}": json.loads(json.dumps(read_config(path).get("head", {}))) for path in paths}
+    found = {f"{path.parent.name}/{path.stem}": read_config(path).get("head", {}) for path in paths}
     found |= {f"heads/{name}": found[f"heads/{name.split('+')[0]}"] | keys for name, keys in EXTRAS.items()}
     small = {"target_lora_rank": 4}
     return {name: {**head, **(small if small.keys() & head.keys() else {})} for name, head in found.items() if head}
@@ -157,7 +157,7 @@ def trained(variant: str) -> Path:
              "device": "cpu", "decode_prompts": 2, "decode_tokens": 8}  # fmt: skip
     config = {"target": {"path": target_of(variant)}, "head": variants()[variant], "data": rows, "train": train}
     path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(json.dumps(config))  # which is YAML too
     command("train", str(path))
     return folder
 
