@@ -16,12 +16,6 @@ from run_files import contents, losses, weights
 from transformers import AutoModelForCausalLM
 
 
-def refusal(run, *arguments):
-    with pytest.raises(BadInput) as caught:
-        run(*arguments)
-    return str(caught.value)
-
-
 @pytest.fixture
 def other_rows(world, tmp_path):
     """As many rows of as many bytes under the same file name, in another folder; the first row's tokens differ."""
@@ -51,14 +45,14 @@ def test_rows_that_a_kill_left_are_not_trained_on_under_another_name(run, other_
     assert losses(with_others) != losses(run("medusa", "c"))
 
 
-def test_a_run_that_has_begun_is_refused_other_rows(run, world, other_rows, tmp_path):
+def test_a_run_that_has_begun_is_refused_other_rows(run, refused, world, other_rows, tmp_path):
     mine = tmp_path / "rows.jsonl"
     shutil.copy(world / "rows.jsonl", mine)
     folder = run("medusa", "a", f"data.train={mine}", "train.stop_at_step=2")
     told = f"{folder}: its rows were encoded from another data.train; choose another folder"
-    assert refusal(run, "medusa", "a", f"data.train={other_rows}") == told
+    assert refused("medusa", "a", f"data.train={other_rows}") == told
     shutil.copy(other_rows, mine)
-    assert refusal(run, "medusa", "a", f"data.train={mine}") == told, "changed under its name"
+    assert refused("medusa", "a", f"data.train={mine}") == told, "changed under its name"
     mine.unlink()
     run("medusa", "a", f"data.train={mine}")
     assert weights(folder) == weights(run("medusa", "b")), "its rows are in the run folder"
@@ -105,7 +99,7 @@ def test_a_run_goes_on_where_it_was_moved_and_by_any_path(run, world, tmp_path, 
     assert not (tmp_path / "~").exists()
 
 
-def test_another_target_under_the_same_name_is_refused(run, world, tmp_path):
+def test_another_target_under_the_same_name_is_refused(run, refused, world, tmp_path):
     shutil.copytree(world / "target", tmp_path / "target")
     how = f"target.path={tmp_path / 'target'}"
     folder = run("medusa", "half", how, "train.stop_at_step=3")
@@ -113,14 +107,14 @@ def test_another_target_under_the_same_name_is_refused(run, world, tmp_path):
     output: Any = model.get_output_embeddings()
     torch.nn.init.normal_(output.weight)
     model.save_pretrained(tmp_path / "target")
-    assert refusal(run, "medusa", "half", how).startswith(f"{folder} holds a run on another target, ")
-    assert "another train.learning_rate" in refusal(run, "medusa", "half", "train.learning_rate=1")
+    assert refused("medusa", "half", how).startswith(f"{folder} holds a run on another target, ")
+    assert "another train.learning_rate" in refused("medusa", "half", "train.learning_rate=1")
 
 
-def test_a_damaged_record_of_starts_is_one_line(run):
+def test_a_damaged_record_of_starts_is_one_line(run, refused):
     folder = run("medusa", "a", "train.stop_at_step=3")
     (folder / "run.json").write_text("")
-    assert refusal(run, "medusa", "a").startswith(f"{folder / 'run.json'}: damaged (")
+    assert refused("medusa", "a").startswith(f"{folder / 'run.json'}: damaged (")
     (folder / "run.json").unlink()
     run("medusa", "a")
 

@@ -28,12 +28,6 @@ def other_precision():
     AcceleratorState._reset_state(True)
 
 
-def said(call, *args):
-    with pytest.raises(BadInput) as caught:
-        call(*args)
-    return str(caught.value)
-
-
 # The same run is the same run
 
 
@@ -196,12 +190,12 @@ def test_a_damaged_line_of_metrics_is_named_with_what_to_do(tmp_path, line):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_another_config_in_the_same_folder_is_refused(finished, run, tmp_path):
+def test_another_config_in_the_same_folder_is_refused(finished, run, refused, tmp_path):
     run("medusa", "a", *([] if finished else ["train.stop_at_step=2"]))
     before = contents(tmp_path / "a", but=LOCK)
     for override in ("train.learning_rate=1e-3", "head.num_depths=2", "train.max_steps=9", "data.max_length=20"):
         key = override.partition("=")[0]
-        assert said(run, "medusa", "a", override).startswith(f"{tmp_path / 'a'} holds a run with another {key};")
+        assert refused("medusa", "a", override).startswith(f"{tmp_path / 'a'} holds a run with another {key};")
         assert contents(tmp_path / "a", but=LOCK) == before
 
 
@@ -237,7 +231,7 @@ def test_another_config_in_the_same_folder_is_refused(finished, run, tmp_path):
         (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
     ],
 )
-def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp_path):
+def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, refused, tmp_path):
     files = {
         "bad": '{"input_ids": [1, 2], "prompt_length": 1}\n{"input_ids": [1, 61], "prompt_length": 1}\n',
         "short": '{"input_ids": [1, 2, 3], "prompt_length": 2}\n',
@@ -248,23 +242,23 @@ def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp
         (tmp_path / f"{name}.jsonl").write_text(text)
     filled = [one.format(**{n: tmp_path / f"{n}.jsonl" for n in files}) if "{" in one else one for one in overrides]
     before = sorted(p for p in tmp_path.rglob("*"))
-    assert problem in said(run, "eagle3", "a", *filled)
+    assert problem in refused("eagle3", "a", *filled)
     assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
     assert (tmp_path / "file.jsonl").read_text() == files["file"]
 
 
-def test_nothing_is_left_where_what_a_run_logs_to_is_missing(run, tmp_path, monkeypatch):
+def test_nothing_is_left_where_what_a_run_logs_to_is_missing(refused, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before, problem = sorted(tmp_path.rglob("*")), "train.wandb_project: needs wandb: pip install wandb"
-    assert said(run, "eagle3", "a", "train.wandb_project=mine") == problem
+    assert refused("eagle3", "a", "train.wandb_project=mine") == problem
     assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
 
 
-def test_a_damaged_checkpoint_is_named(run, tmp_path):
+def test_a_damaged_checkpoint_is_named(run, refused):
     folder = run("medusa", "a", "train.stop_at_step=2")
     file = folder / "checkpoints" / "step_00000002" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    assert said(run, "medusa", "a").startswith(f"checkpoint {file.parent}: ")
+    assert refused("medusa", "a").startswith(f"checkpoint {file.parent}: ")
 
 
 def test_every_start_is_on_record(run):

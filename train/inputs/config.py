@@ -35,9 +35,8 @@ class TrainConfig:
     matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
     # Muon needs whole matrices, and in zero2, zero3 and fsdp2 ranks have parts: then AdamW, at this peak; None: refused
     adamw_learning_rate: Rate | None = None
-    warmup_steps: NonNegativeInt = (
-        -1
-    )  # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
+    # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
+    warmup_steps: NonNegativeInt = -1
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
     max_grad_norm: Amount = 1.0  # 0: gradients are not clipped
