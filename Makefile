@@ -24,6 +24,7 @@ check: $(READY) ## lint, format and types
 	$(BIN)/pyright
 
 FAST := not slow and not soak and not gpu
+unexport PYTHONDONTWRITEBYTECODE  # compiled tests are kept, else each process compiles all of them
 test: $(READY) ## every test but the slow, the soak and the GPU ones
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(FAST) and not timed"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(FAST) and timed" $$(grep -rl --include=*.py pytest.mark.timed tests)

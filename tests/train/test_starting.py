@@ -25,7 +25,7 @@ def same(folder, other):
 
 @pytest.mark.fast_only(head_type=["draft_lm", "eagle3"])
 def test_a_run_goes_on_from_a_head(head_type, run, capsys):
-    first = run(head_type, "first", "train.learning_rate=1e-2")
+    first = run(head_type, "first")
     more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12", *SHORT)
     assert "was trained with another" not in capsys.readouterr().err
     assert losses(more)[0] < losses(first)[0]

@@ -110,7 +110,7 @@ def test_batches_without_a_position_to_learn_are_no_step(run, monkeypatch, capsy
 
 def test_a_pass_without_a_position_to_learn_ends_the_run(run, monkeypatch):
     """Be it that segments weigh nothing."""
-    for how in (["data.segment_weights={answer: 0}"], []):
+    for name, how in {"a": ["data.segment_weights={answer: 0}"], "b": []}.items():
         with pytest.raises(BadInput, match="^step 1: no row has a position to learn in a whole pass over the data$"):
-            run("medusa", "a", *how)
+            run("medusa", name, *how)
         emptied(monkeypatch, lambda ids: True)
