@@ -23,11 +23,11 @@ check: $(READY) ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# the fast ones of these folders time answers of milliseconds
-TIMED := tests/eval/served tests/scripts/test_eval_served.py tests/scripts/unattended/test_in_server.py
+FAST := not slow and not soak and not gpu
+unexport PYTHONDONTWRITEBYTECODE  # compiled tests are kept, else each process compiles all of them
 test: $(READY) ## every test but the slow, the soak and the GPU ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not slow and not soak and not gpu" $(addprefix --ignore=,$(TIMED))
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not soak and not gpu" $(TIMED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(FAST) and not timed"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(FAST) and timed" $$(grep -rl --include=*.py pytest.mark.timed tests)
 
 # these time what they run, or have a process per core of their own
 ALONE := tests/scripts/unattended tests/benchmarks tests/eval/served tests/scripts/test_finished.py tests/eval/plan/test_budget.py
@@ -48,7 +48,7 @@ $(LOWEST)/.ready: pyproject.toml
 	touch $@
 
 test-lowest: $(LOWEST)/.ready ## the fast tests of heads, decoding and training with the lowest versions, in an environment of its own (4 GB)
-	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not soak and not gpu" \
+	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "$(FAST)" \
 		tests/base tests/configs tests/targets tests/heads tests/eval/decoding tests/train
 
 targets: $(READY) ## what works on which architecture of transformers, in docs/reference/targets.md; or KINDS="llama mpt" alone

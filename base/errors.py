@@ -24,6 +24,15 @@ class BadInput(ValueError):
         super().__init__(printable(str(message)))
 
 
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """BadInput from inside with a text in front, such as the key of a config."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{where}{error}") from error
+
+
 def printable(text: str, *, shown: str = "") -> str:
     """A text with the characters that a terminal acts on, such as ESC, escaped as in a Python string. shown: characters
     to leave as they are."""

@@ -14,7 +14,6 @@ import platform
 import re
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -263,15 +262,10 @@ def _sync(path: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Atomically exchange two paths on one file system; returns False if the system does not support it."""
-    library = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(first), os.fsencode(second)
+    library, here = ctypes.CDLL(None, use_errno=True), -100  # AT_FDCWD: relative paths start in the working directory
     try:
-        if sys.platform == "darwin":
-            failed = library.renamex_np(*names, 2)  # RENAME_SWAP
-        else:
-            here = -100  # AT_FDCWD: relative paths start in the working directory
-            failed = library.renameat2(here, names[0], here, names[1], 2)  # RENAME_EXCHANGE
-    except AttributeError:
+        failed = library.renameat2(here, os.fsencode(first), here, os.fsencode(second), 2)  # RENAME_EXCHANGE
+    except AttributeError:  # not of Linux, or old
         return False
     if failed and ctypes.get_errno() not in UNSUPPORTED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))

@@ -70,9 +70,7 @@ def train(
     from ..train.inputs.config import load_run
     from ..train.trainer import train_head
 
-    run = load_run(config, overrides or ())
-    with writing_into(run.train.output_dir):
-        train_head(run)
+    train_head(load_run(config, overrides or ()))
 
 
 app.command(cls=PanelledCommand)(auto)

@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from headstart.configs.loader import build, read_config
 from headstart.data_pipelines.answers.regenerate import RegenerateConfig
@@ -168,11 +167,11 @@ def test_the_commands_of_a_page_run(page, here):
         run(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_other_commands_of_a_page_parse(page, here):
-    for words in shown(page):
-        if words[0] != "headstart":
-            parsed(words)
+def test_the_other_commands_of_the_pages_parse(here):
+    for page in PAGES:
+        for words in shown(page):
+            if words[0] != "headstart":
+                parsed(words)
 
 
 def test_an_exported_head_prints_what_the_page_says(here):
@@ -242,17 +241,6 @@ def test_entries_of_the_log_are_dated_in_order_and_short():
             title, *lines = [line for line in entry.splitlines() if line]
             assert re.match(r"20\d\d-\d\d-\d\d \S", title), f"{topic.name}: {title}: begins with no date"
             assert len(lines) <= 15 and max(map(len, lines)) <= 200, f"{topic.name}: {title}"
-
-
-def test_a_wrong_command_is_seen(here):
-    """What the tests above would say of a page with a mistake in it."""
-    for line in ("make tset", "accelerate launch --no_such 1 -m headstart.train x", "vllm serve MODEL --spec '{}'"):
-        with pytest.raises((AssertionError, SystemExit)):
-            parsed(shlex.split(line))
-    for line in ("headstart train runs/eagle3.yaml train.stpes=1", "headstart eval --heda runs/mine/final"):
-        with pytest.raises((AssertionError, ValueError)):
-            run(shlex.split(line))
-    assert torch.get_num_threads() == 1
 
 
 def test_every_page_begins_with_the_question_that_it_answers():

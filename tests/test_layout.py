@@ -43,16 +43,20 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Absolute names of all that a file imports, and whether on loading the file (not within a function)."""
-    package = ["headstart", *path.relative_to(ROOT).parent.parts]
-    tree, found = parsed(path), []
-    inner = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) not in inner) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = [*base, *(node.module or "").split(".")] if node.module else base
-            found += [(".".join([*base, alias.name]), id(node) not in inner) for alias in node.names]
+    package, found = ["headstart", *path.relative_to(ROOT).parent.parts], []
+
+    def visit(parent: ast.AST, *, on_loading: bool) -> None:
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.Import):
+                found.extend((alias.name, on_loading) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                base = [*base, *(node.module or "").split(".")] if node.module else base
+                found.extend((".".join([*base, alias.name]), on_loading) for alias in node.names)
+            elif isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # what statements are in
+                visit(node, on_loading=on_loading and not isinstance(node, ast.FunctionDef))
+
+    visit(parsed(path), on_loading=True)
     return found
 
 
@@ -66,14 +70,6 @@ def test_imports_run_downwards_only():
             elif parts[0] == "headstart" and parts[1] != "__version__":
                 assert parts[1] in FLOORS, f"{named(path)}: {name}: no such folder"
                 assert parts[1] == own or parts[1] in FLOORS[own], f"{named(path)} must not know {name}"
-
-
-def test_every_import_of_ours_names_a_file_that_exists():
-    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
-        for name, _ in imports(path):
-            if name.startswith("headstart.") and name.count(".") > 1:
-                is_there = name in MODULES or name.rpartition(".")[0] in MODULES
-                assert is_there, f"{named(path)}: {name} has moved or gone"
 
 
 def modules_of(path: Path) -> set[str]:
@@ -103,8 +99,6 @@ def test_no_files_import_each_other_in_a_circle():
     """Imports within functions and for type checkers count: a circle is one there too."""
     circle = circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"a"}})
     assert len(circle) == 4 and "a b d a b d".find(" ".join(circle[:3])) >= 0, circle
-    assert "headstart.targets.target" in modules_of(ROOT / "eval" / "decoding" / "loop.py")
-    assert "headstart.train.inputs.config" in modules_of(ROOT / "scripts" / "cli.py"), "within a function"
     circle = circle_in({name: modules_of(path) - {name} for name, path in MODULES.items()})
     assert not circle, " imports ".join(circle)
 
@@ -151,8 +145,8 @@ def test_this_sees_the_imports_of_a_file():
 
 
 def test_the_root_holds_one_python_file():
-    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
     """It names what tests/test_api.py holds, and imports nothing of ours but on demand and for type checkers."""
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
     kinds = [type(node) for node in ast.parse((ROOT / "__init__.py").read_text()).body]
     allowed = [ast.Expr, ast.ImportFrom, ast.ImportFrom, ast.If, *[ast.Assign] * 3, *[ast.FunctionDef] * 2]
     assert kinds == allowed, "a docstring, __version__, the public names and how they are found, no more"

@@ -3,7 +3,7 @@
 import sys
 
 from ..base.ending import ending_in_time
-from ..base.errors import BadInput, writing_into
+from ..base.errors import BadInput
 from .inputs.config import load_run
 from .trainer import train_head
 
@@ -14,9 +14,8 @@ def main(arguments: list[str]) -> int:
         print("usage: accelerate launch -m headstart.train CONFIG [key=value ...]    (see: headstart train --help)")
         return 0 if arguments else 2
     try:
-        run = load_run(arguments[0], arguments[1:])
-        with ending_in_time(), writing_into(run.train.output_dir):
-            train_head(run)
+        with ending_in_time():
+            train_head(load_run(arguments[0], arguments[1:]))
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2

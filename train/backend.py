@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
 
 from ..base.errors import BadInput
@@ -169,10 +170,12 @@ class Backend:
             self._make_room(state)
         for entry, value in state.items():
             name, _, key = entry.rpartition("|")
-            parameter = parameters[name]
+            parameter = cast(Any, parameters[name])
             value = value.to(parameter.device)  # also the number of steps, which a fused optimizer counts there
+            if self.is_fsdp and value.ndim:
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             if not self.is_zero:
-                optimizer.state[parameter][key] = sharded_like(parameter, value) if self.is_fsdp else value
+                optimizer.state[parameter][key] = value
             elif value.ndim:
                 self._fill(parameter, key, value)
 
@@ -240,20 +243,9 @@ def without_weights(head: DraftHead) -> DraftHead:
 
 def whole_tensor(value: Any) -> Any:
     """The whole of a tensor that FSDP2 holds in parts; anything else as it is."""
-    from torch.distributed.tensor import DTensor
-
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def own_part(value: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    from torch.distributed.tensor import DTensor
-
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def sharded_like(parameter: Any, value: Tensor) -> Tensor:
-    """A whole tensor, sharded in the same way as a parameter."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if value.ndim else value

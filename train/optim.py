@@ -13,6 +13,8 @@ from ..heads.base import DraftHead
 from ..targets.cpu.build import multiplies_bf16
 from .inputs.config import TrainConfig
 
+BETAS = (0.9, 0.95)  # of AdamW; Muon's momentum is 0.95
+
 
 class WideMuon(torch.optim.Muon):
     """Muon that orthogonalises in fp32, for CPUs that emulate bf16, in which torch's does: there a step of it takes ten
@@ -54,19 +56,12 @@ class MuonAdamW(torch.optim.Optimizer):
     divided: `DraftHead.input_scales`.
     """
 
-    def __init__(
-        self,
-        matrices: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-    ):
-        """Args: betas: of AdamW."""
+    def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]]):
         is_emulated = matrices[0]["params"][0].device.type == "cpu" and not multiplies_bf16()
         muon = WideMuon if is_emulated else torch.optim.Muon
         self.parts = [
             muon(matrices, adjust_lr_fn="match_rms_adamw"),
-            *([torch.optim.AdamW(others, betas=betas, fused=True)] if others else []),
+            *([torch.optim.AdamW(others, betas=BETAS, fused=True)] if others else []),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
@@ -120,11 +115,10 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
 
     peak, decay = config.learning_rate, config.weight_decay
     others = [*groups(outer, peak=peak, decay=decay), *groups(vectors, peak=peak, decay=0.0)]
-    betas = (config.beta1, config.beta2)
     if not inner:
-        return torch.optim.AdamW(others, betas=betas, fused=True)
+        return torch.optim.AdamW(others, betas=BETAS, fused=True)
     matrices = groups(inner, peak=config.matrix_learning_rate or peak, decay=decay)
-    optimizer = MuonAdamW(matrices, others, betas=betas)
+    optimizer = MuonAdamW(matrices, others)
     for name, scale in head.input_scales().items():
         if name in inner:
             optimizer.state[named[name]]["input_scale"] = scale.to(named[name])

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from ..base.errors import BadInput
+from ..base.errors import BadInput, naming
 from ..base.files import remove_unfinished
 from ..base.owned import OwnedFolder, check_owner
 from ..configs.loader import dump_config
@@ -87,29 +87,27 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
     launched = for_backend(run, accelerator, console)
 
-    # the run folder, whether it holds the beginning of this very run, and in a new one the rows: no weights are needed
-    with naming_output():
+    # the run folder, whether it holds the beginning of this very run, and the rows: mostly no weights are needed
+    with naming("train.output_dir "):
         command, settings = "headstart train", asdict(launched)
         owned = held_by_main(accelerator, folder, command=command, settings=settings, holding=holding)
     checkpoint = next(reversed(checkpoints(folder / "checkpoints")), None)
     progress = read_progress(checkpoint) if checkpoint else Progress(0, accelerator.num_processes, Best(), Trend())
+    is_fresh = checkpoint is None and run.train.start_from is None
     begun = (folder / "config.yaml").is_file()
-    asked = None if not begun or skeleton is None else as_begun(folder, launched, skeleton, progress, accelerator)
-    data = None if begun or skeleton is None else load_data(launched, skeleton, accelerator, console)
-    lack = too_few_rows(launched, data, skeleton) if checkpoint is None else None
-    if lack:
+    known = load_target(run, accelerator, console) if skeleton is None else skeleton
+    asked = as_begun(folder, launched, known, progress, accelerator) if begun else launched
+    data = load_data(asked, known, accelerator, console)
+    is_fitted, num_tokens = is_fresh and run.head.is_fitted, data.samples.manifest.num_supervised_tokens
+    if lack := too_few(num_tokens, known.hidden_size) if is_fitted else None:
         console.print(lack)
 
     # the target
-    target = load_target(run, accelerator, console)
+    target = load_target(run, accelerator, console) if known is skeleton else known
     if target.is_spread and accelerator.num_processes > 1:
         raise BadInput("target.device_map: one process has all GPUs of the target: launch one, as headstart train does")
     fuse_where_asked(run.train, accelerator.device, console)
-    if asked is None:
-        asked = as_begun(folder, launched, target, progress, accelerator) if begun else launched
-    reader = open_server(asked, target, accelerator, console, holding)
-    data = load_data(asked, target, accelerator, console) if data is None else data
-    data.reader = reader
+    data.reader = reader = open_server(asked, target, accelerator, console, holding)
     sized, draft_token_ids = with_draft_vocabulary(asked, data, target, console)
     whole = replace(sized, head=sized.head.resolved(target))
     if begun:
@@ -122,11 +120,8 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     if reader is not None and data.validation and not isinstance(data.validation, Shards):
         data.validation = served_validation(data.validation, data.config, reader, accelerator, folder, console)
     check_stored_states(data, head, target)
-    if checkpoint is None and whole.train.start_from is None:
-        late = too_few_rows(launched, data, target)
-        line = head.begin_training(first_batches(whole.train, data, head), fits=late is None) or late
-        if line and line != lack:
-            console.print(line)
+    if is_fresh and (line := head.begin_training(first_batches(whole.train, data, head), fits=lack is None)):
+        console.print(line)
     optimizer, record = build_optimizer(head, whole.train), TrainingRecord.of(whole, target, data)
     return Start(whole, target, accelerator, place, data, head, optimizer, checkpoint, progress, record, owned)
 
@@ -137,30 +132,12 @@ def check_before_loading(run: RunConfig, folder: Path) -> Target | None:
     check_trackers(run.train)
     if run.train.patience and not run.data.validation:
         raise BadInput(f"train.patience {run.train.patience}: counts validations, so data.validation must be given")
-    with naming_output():
+    with naming("train.output_dir "):
         check_owner(folder, command="headstart train")
     if run.train.start_from is not None:
-        try:
+        with naming("train.start_from: "):
             check_family(run.head, run.train.start_from)
-        except BadInput as error:
-            raise BadInput(f"train.start_from: {error}") from error
     return check_fit(run.head, run.target)
-
-
-@contextmanager
-def naming_output() -> Iterator[None]:
-    """BadInput of the run folder with the name of its key."""
-    try:
-        yield
-    except BadInput as error:
-        raise BadInput(f"train.output_dir {error}") from error
-
-
-def too_few_rows(run: RunConfig, data: TrainingData | None, skeleton: Target | None) -> str | None:
-    """A line if a head that is to be fitted has too few rows for that; None where this is not known yet."""
-    if data is None or skeleton is None or not run.head.is_fitted or run.train.start_from is not None:
-        return None
-    return too_few(data.samples.manifest.num_supervised_tokens, skeleton.hidden_size)
 
 
 def for_backend(run: RunConfig, accelerator: Accelerator, console: Console) -> RunConfig:
@@ -204,13 +181,10 @@ def set_up(start: Start, folder: Path) -> Backend:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         remove_unfinished(folder / "checkpoints")
-        try:
-            dump_config(start.run, folder / "config.yaml")
-            record_start(folder / "run.json", start.target, start.data, num_processes=accelerator.num_processes)
-            if start.owned is not None:
-                start.owned.keep()
-        except OSError as error:
-            raise BadInput(f"train.output_dir {folder}: {error.strerror}") from error
+        dump_config(start.run, folder / "config.yaml")
+        record_start(folder / "run.json", start.target, start.data, num_processes=accelerator.num_processes)
+        if start.owned is not None:
+            start.owned.keep()
     return backend
 
 
@@ -222,10 +196,8 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
     config, folder = run.train, run.train.start_from
     if folder is None:
         return build_head(run.head, target, draft_token_ids=draft_token_ids, seed=config.seed)
-    try:
+    with naming("train.start_from: "):
         head = start_head(run.head, target, folder, draft_token_ids=draft_token_ids, seed=config.seed)
-    except BadInput as error:
-        raise BadInput(f"train.start_from: {error}") from error
     before, now = head_record(folder), head.config.as_dict()
     if before.fingerprint not in (None, target.stored_fingerprint):
         name = before.target_name

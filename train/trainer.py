@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..base.ending import finishing
-from ..base.errors import BadInput
+from ..base.errors import BadInput, writing_into
 from ..base.terminal import PlainConsole
 from ..data_pipelines.loader import BatchPlan, TrainingBatch
-from ..heads.base import DraftHead
-from ..heads.nn.kept import is_kept, most_kept
-from .inputs.config import RunConfig, TrainConfig
-from .inputs.launch import product_dtype
+from .inputs.config import RunConfig
 from .loop import Loop, NoBatch
 from .start import Start, find_inputs, set_up
 from .validation import Validation, ValidationResult
@@ -43,7 +39,7 @@ def train_head(run: RunConfig, *, console: Console | None = None) -> Path:
     Raises: BadInput on anything the user can fix, before the run folder is touched; SystemExit with a signal's exit
     code after SIGTERM or SIGINT, with a checkpoint of the current step.
     """
-    with ExitStack() as holding:
+    with ExitStack() as holding, writing_into(run.train.output_dir):
         return train_in(Path(run.train.output_dir), run, console or PlainConsole(stderr=True), holding)
 
 
@@ -63,8 +59,6 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         f"{run.head.type}: {num_parameters:,} parameters on {start.target.name}; {len(data.samples)} rows, "
         f"{run.data.layout}, {plan.padding():.0%} padding; steps from {first_step}"
     )
-    if line := recomputation(start.head, plan, config, accelerator.device):
-        console.print(line)
     is_main, num_ranks = accelerator.is_main_process, accelerator.num_processes
     tracker = Tracker(folder, num_steps=config.max_steps, first_step=first_step, is_main=is_main, console=console)
     watchdog = Watchdog(minutes=config.watchdog_minutes, rank=accelerator.process_index, num_ranks=num_ranks)
@@ -103,20 +97,6 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
         )
     console.print(f"head written to {folder / 'final'}")
     return folder / "final"
-
-
-def recomputation(head: DraftHead, plan: BatchPlan, config: TrainConfig, device: torch.device) -> str | None:
-    """A line about a run whose longest batches are too large to keep their activations; None if they fit."""
-    longest = int(plan.sequence.lengths.max())
-    with torch.random.fork_rng():  # a family may draw its chains
-        starts = head.training_starts(torch.ones(plan.batch_size, longest, dtype=torch.bool))
-    starts = starts.part(0, config.context_parallel)
-    itemsize = product_dtype(config).itemsize
-    num_bytes = head.kept_bytes(starts.positions.numel(), itemsize=itemsize, num_depths=starts.num_depths)
-    if is_kept(num_bytes, device):
-        return None
-    size, most = f"{plan.batch_size} x {longest} tokens", f"at most {most_kept(device) / 1e9:.1f} GB are kept here"
-    return f"batches of up to {size}: backward computes {num_bytes / 1e9:.1f} GB of activations again; {most}"
 
 
 def take_steps(start: Start, loop: Loop, plan: BatchPlan, tracker: Tracker, folder: Path, console: Console) -> Outcome:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from headstart.base.doing import doing
+from headstart.base.ending import GRACE
 from headstart.base.errors import BadInput, printable, writing_into
 from headstart.base.terminal import PlainConsole
 from rich.table import Table
@@ -113,11 +114,11 @@ class Slow:
 def main():
     print("ready", flush=True)
 {body}
-with ending_in_time():
+with ending_in_time(0.3):
     main()
 """
-STOPPING = "with finishing('a step'), Stopping() as stopping: time.sleep(8); sys.exit(7 if stopping.received else 0)"
-FEW = 6.0  # seconds: the 1.5 of it, and what a busy machine adds
+STOPPING = "with finishing('a step'), Stopping() as stopping: time.sleep({}); sys.exit(7 if stopping.received else 0)"
+FEW = 5.0  # seconds: the 0.3 of it, and what a busy machine adds
 
 
 def started(body: str, **env: str) -> subprocess.Popen[Any]:
@@ -125,7 +126,7 @@ def started(body: str, **env: str) -> subprocess.Popen[Any]:
     text = PROGRAM.format(body="\n".join(f"    {line}" for line in body.splitlines()))
     process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
     assert process.stdout and process.stdout.readline() == b"ready\n"
-    time.sleep(0.3)
+    time.sleep(0.1)
     return process
 
 
@@ -138,35 +139,33 @@ def ended(process: subprocess.Popen[Any], *, within: float) -> int:
         process.wait()
 
 
-@pytest.mark.parametrize("body", BUSY.values(), ids=BUSY.keys())
-def test_a_signal_ends_a_process_whatever_it_does(body, environ):
-    process = started(body, **environ)
-    process.send_signal(signal.SIGINT)
-    assert ended(process, within=FEW) == 130
-
-
-def test_what_is_to_be_finished_is_finished(environ):
-    process = started(STOPPING.replace("8", "3"), **environ)
-    process.send_signal(signal.SIGINT)
-    assert ended(process, within=3 + FEW) == 7
+def test_a_signal_ends_a_process_whatever_it_does(environ):
+    processes = [started(body, **environ) for body in BUSY.values()]
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    assert [ended(process, within=FEW) for process in processes] == [130] * len(BUSY)
+    assert GRACE < 2
 
 
 def test_a_second_press_ends_even_that_at_once(environ):
-    process = started(STOPPING.replace("8", "60"), **environ)
+    process = started(STOPPING.format(60), **environ)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.6)
+        time.sleep(0.4)
     assert ended(process, within=FEW) == -signal.SIGINT
 
 
-@pytest.mark.parametrize(("second", "environment"), [(signal.SIGTERM, {}), (signal.SIGINT, {"WORLD_SIZE": "2"})])
-def test_a_signal_that_is_passed_on_is_no_second_press(second, environment, environ):
-    """By the process that started this one: the terminal has sent it to both already."""
-    process = started(STOPPING.replace("8", "3"), **environ, **environment)
+@pytest.mark.parametrize(
+    ("second", "environment"), [(None, {}), (signal.SIGTERM, {}), (signal.SIGINT, {"WORLD_SIZE": "2"})]
+)
+def test_what_is_to_be_finished_is_finished(second, environment, environ):
+    """Also where the process that started this one passes on what the terminal has sent to both already."""
+    process = started(STOPPING.format(1.5), **environ, **environment)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.6)
-    process.send_signal(second)
-    assert ended(process, within=3 + FEW) == 7
+    time.sleep(0.4)
+    if second is not None:
+        process.send_signal(second)
+    assert ended(process, within=1.5 + FEW) == 7
 
 
 @pytest.fixture

@@ -62,22 +62,16 @@ def message(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def test_a_file_inherits_its_bases_key_by_key(tmp_path: Path) -> None:
-    path = write(
+    """Each is found beside the file that names it."""
+    (tmp_path / "runs").mkdir()
+    path = write(tmp_path / "runs", run="base: ../middle.yaml\noptim: {lr: 3}\nlayers: [9]\n")
+    write(
         tmp_path,
-        run="base: middle.yaml\noptim: {lr: 3}\nlayers: [9]\n",
         middle="base: bottom.yaml\noptim: {lr: 2, num_steps: 5}\nhead: {type: medusa}\n",
         bottom="name: bottom\noptim: {lr: 1, fused: true}\nlayers: [1, 2, 3]\n",
     )
     optim = {"lr": 3, "num_steps": 5, "fused": True}
     assert read_config(path) == {"name": "bottom", "optim": optim, "layers": [9], "head": {"type": "medusa"}}
-
-
-def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs").mkdir()
-    write(tmp_path, bottom="a: 1\n")
-    path = write(tmp_path / "runs", top="base: ../bottom.yaml\nb: 2\n")
-    monkeypatch.chdir(tmp_path / "runs")
-    assert read_config(path) == {"a": 1, "b": 2}
 
 
 def test_overrides_win_and_are_read_as_yaml(tmp_path: Path) -> None:
@@ -127,16 +121,11 @@ def test_a_config_of_the_package_is_found_from_any_folder(tmp_path: Path, monkey
 
 
 def test_shipped_lists_the_configs_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(path.suffix == ".yaml" and path.is_file() for path in shipped())
     (tmp_path / "heads").mkdir()
     first, second = write(tmp_path, b=""), write(tmp_path / "heads", a="")
     monkeypatch.setattr(loader, "PACKAGE_CONFIGS", tmp_path)
     assert shipped() == [first, second]
     assert shipped("heads/*.yaml") == [second]
-
-
-def test_an_empty_file_is_an_empty_config(tmp_path: Path) -> None:
-    assert read_config(write(tmp_path, run="# only a comment\n")) == {}
 
 
 @pytest.mark.parametrize(
@@ -225,9 +214,7 @@ def test_floats_that_yaml_reads_as_text_are_floats(tmp_path: Path) -> None:
         (raw_run(head={"type": "eagel"}), "head.type: should be 'eagle3' or 'medusa', got 'eagel'"),
         (raw_run(optim={"lr": "fast"}), "optim.lr: should be a valid number, got 'fast'"),
         (raw_run(optim={"lr": True}), "optim.lr: should be a valid number, got True"),
-        (raw_run(optim={"num_steps": True}), "optim.num_steps: should be a valid integer, got True"),
         (raw_run(optim={"num_steps": "3"}), "optim.num_steps: should be a valid integer, got '3'"),
-        (raw_run(optim={"num_steps": 2.0}), "optim.num_steps: should be a valid integer, got 2.0"),
         (raw_run(optim={"fused": 1}), "optim.fused: should be a valid boolean, got 1"),
         (raw_run(name=3), "name: should be a valid string, got 3"),
         (raw_run(train=3), "train: should be a valid string or a valid list, got 3"),
@@ -241,11 +228,6 @@ def test_floats_that_yaml_reads_as_text_are_floats(tmp_path: Path) -> None:
 )
 def test_a_wrong_key_or_value_is_named_by_its_full_path(raw: dict[str, Any], problem: str) -> None:
     assert message(build, Run, raw) == problem
-
-
-def test_where_opens_the_path() -> None:
-    assert message(build, Head, {"typ": 1}, where="head") == "head.typ: unknown key; did you mean head.type?"
-    assert message(build, Head, {}, where="head") == "head.type: required key is missing"
 
 
 # Writing
@@ -286,12 +268,5 @@ def test_a_failed_dump_leaves_the_old_file_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@dataclass
-class Nothing:
-    pass
-
-
 def test_a_key_of_several_lines_is_refused_in_one():
-    with pytest.raises(BadInput) as caught:
-        build(Nothing, {"path\nof": 1}, where="target")
-    assert str(caught.value).startswith("target.path\\nof: unknown key")
+    assert message(build, Head, {"path\nof": 1}, where="head").startswith("head.path\\nof: unknown key")

@@ -35,7 +35,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "eagle3+cut": {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True, "num_depths": 3},
     "eagle3+foreign": {"norm_before_residual": True, "norm_before_fc": True, "num_layers": 2, "num_depths": 3},
     "eagle3+exponential": {"num_depths": 4, "depth_weights": "exponential"},
-    "eagle3+losses": {"loss": {one: 1.0 for one in "kl topk_ce tv l1 greedy_gce feature".split()}},
+    "eagle3+losses": {"loss": {one: 1.0 for one in "soft_ce kl topk_ce tv l1 greedy_gce feature".split()}},
     "medusa2+tokens": {"self_distillation": False, "target_warmup_steps": 2},
     "mtp+mimo": {"layout": "mimo", "num_depths": 2},
     "mtp+qwen3_next": {"layout": "qwen3_next", "num_depths": 2, "draft_vocab_size": 40},
@@ -136,34 +136,14 @@ def build_world() -> None:
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Mappings key by key; a {"!": mapping} above takes the place of what is below."""
-    both = {key for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)}
-    return above["!"] if "!" in above else {**below, **above, **{key: merged(below[key], above[key]) for key in both}}
-
-
-def replacing(loader: Any, node: Any) -> dict[str, Any]:
-    """What `!replace` marks, as `merged` knows it."""
-    return {"!": loader.construct_mapping(node, deep=True)}
-
-
-def head_section(path: Path) -> dict[str, Any]:
-    """The `head` of a shipped config over that of its base."""
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_constructor("!replace", replacing)
-    config = yaml.load(path.read_text(), loader)
-    return merged(head_section(path.parent / config["base"]) if "base" in config else {}, config.get("head", {}))
-
-
 @cache
 def variants() -> dict[str, dict[str, Any]]:
     """Head sections: of every shipped config of a head, and EXTRAS; adapters of the target no wider than it."""
-    import headstart
+    from headstart.configs.loader import read_config, shipped
 
-    configs = Path(str(headstart.__file__)).with_name("configs")
-    paths = [*sorted(configs.glob("heads/*.yaml")), *sorted(configs.glob("bench/*.yaml"))]
-    found = {f"{path.parent.name}/{path.stem}": head_section(path) for path in paths}
-    found |= {f"heads/{name}": merged(found[f"heads/{name.split('+')[0]}"], keys) for name, keys in EXTRAS.items()}
+    paths = [*shipped("heads/*.yaml"), *shipped("bench/*.yaml")]
+    found = {f"{path.parent.name}/{path.stem}": read_config(path).get("head", {}) for path in paths}
+    found |= {f"heads/{name}": found[f"heads/{name.split('+')[0]}"] | keys for name, keys in EXTRAS.items()}
     small = {"target_lora_rank": 4}
     return {name: {**head, **(small if small.keys() & head.keys() else {})} for name, head in found.items() if head}
 
@@ -177,7 +157,7 @@ def trained(variant: str) -> Path:
              "device": "cpu", "decode_prompts": 2, "decode_tokens": 8}  # fmt: skip
     config = {"target": {"path": target_of(variant)}, "head": variants()[variant], "data": rows, "train": train}
     path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(json.dumps(config))  # which is YAML too
     command("train", str(path))
     return folder
 

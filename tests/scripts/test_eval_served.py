@@ -35,6 +35,7 @@ def report_of(output):
     return json.loads((output / "report.json").read_text()), page
 
 
+@pytest.mark.timed
 def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, saved_target, tmp_path, capsys):
     how = {"target": str(saved_target), "prompts": [rows], "max_new_tokens": 12, "repeats": 1, "concurrency": [1, 3]}
     with listening(StandIn(step=0.005)) as plain, listening(StandIn(step=0.005, accepted=[2])) as drafting:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from headstart.base.children import free_port
+from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_appended
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.scripts.data.extract import extract
@@ -50,6 +51,18 @@ def run(world, tmp_path):
         path = write_config(tmp_path / f"{name}.yaml", world, head_type, train=train)
         trainer.train_head(load_run(path, overrides))
         return tmp_path / name
+
+    return start
+
+
+@pytest.fixture
+def refused(run):
+    """refused(head_type, name, "key=value", ...): the line with which a run is refused."""
+
+    def start(*arguments):
+        with pytest.raises(BadInput) as caught:
+            run(*arguments)
+        return str(caught.value)
 
     return start
 

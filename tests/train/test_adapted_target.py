@@ -34,8 +34,3 @@ def test_a_head_of_the_base_goes_on_under_an_adapter_and_back(run, world, lora, 
     assert head_record(after / "final").fingerprint == base.fingerprint
     assert "another target" not in "".join(capsys.readouterr())
     load_head(after / "final", base)
-
-
-def test_what_cannot_be_trained_is_refused(run):
-    with pytest.raises(BadInput, match="adapter gone: no such folder"):
-        run("eagle3", "refused", "target.adapter=gone")

@@ -39,9 +39,8 @@ def saved(tmp_path_factory):
     def make(kind):
         folder = tmp_path_factory.mktemp("kind") / "target"
         model_type, changes = KINDS[kind]
-        sizes = {key: value for key, value in {**SIZES, **changes}.items() if value is not ...}
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes}))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
@@ -118,11 +117,7 @@ def test_what_reads_layers_loads_them_and_says_so(saved_target, ran, loaded, cap
     ran(saved_target, "medusa", "e", f"data.validation={stored}", "train.decode_prompts=2")
     assert loaded() == ["Target"] * 4
     said = " ".join(capsys.readouterr().err.split())
-    for reason in (
-        "head mtp reads them",
-        "head draft_lm reads",
-        "data.validation is text",
-    ):
+    for reason in ("head mtp reads them", "head draft_lm reads", "data.validation is text"):
         assert said.count(f"the target is loaded with its layers: {reason}") == 1
     assert "layers: train.decode_prompts is 2" in said
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from headstart.base.errors import BadInput
 from headstart.base.terminal import PlainConsole
 from headstart.heads.loss.fusing import Fusable, fuse
 from headstart.train.inputs.config import TrainConfig
@@ -26,14 +25,13 @@ def test_a_compiled_run_is_the_plain_one_and_goes_on_exactly(run):
     assert weights(half) == weights(whole)
 
 
-def test_a_machine_without_a_compiler_is_told_so(run, tmp_path, monkeypatch):
+def test_a_machine_without_a_compiler_is_told_so(refused, tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no working C++ compiler\nand a long story")
 
     monkeypatch.setattr(torch, "compile", broken)
-    with pytest.raises(BadInput) as caught:
-        run("medusa", "a", "train.compile=true")
-    assert str(caught.value) == "train.compile: torch.compile does not work on cpu: no working C++ compiler"
+    told = "train.compile: torch.compile does not work on cpu: no working C++ compiler"
+    assert refused("medusa", "a", "train.compile=true") == told
     assert not (tmp_path / "a").exists()
 
 

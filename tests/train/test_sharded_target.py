@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from headstart.base.children import free_port
-from headstart.base.errors import BadInput
 from run_files import losses, validations
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -113,14 +112,9 @@ def two(monkeypatch):
     monkeypatch.setattr("headstart.train.start.start_accelerator", lambda _: Two())
 
 
-def refusal(run, head, *overrides):
-    with pytest.raises(BadInput) as caught:
-        run(head, "refused", SHARDED, *overrides)
-    return str(caught.value)
-
-
-def test_one_process_is_told_to_launch_several(run):
-    assert refusal(run, "eagle3") == "train.shard_target: one process would hold all of it: launch several"
+def test_one_process_is_told_to_launch_several(refused):
+    told = "train.shard_target: one process would hold all of it: launch several"
+    assert refused("eagle3", "a", SHARDED) == told
 
 
 @pytest.mark.parametrize(
@@ -133,6 +127,6 @@ def test_one_process_is_told_to_launch_several(run):
         ("eagle3", "train.decode_prompts=4", "sharded layers cannot decode: leave train.decode_prompts out"),
     ],
 )
-def test_what_cannot_be_sharded_is_one_line(head_type, override, problem, run, two, monkeypatch):
+def test_what_cannot_be_sharded_is_one_line(head_type, override, problem, refused, two, monkeypatch):
     monkeypatch.setattr("headstart.train.start.actual_launch", lambda _: None)
-    assert refusal(run, head_type, override) == f"train.shard_target: {problem}"
+    assert refused(head_type, "a", SHARDED, override) == f"train.shard_target: {problem}"

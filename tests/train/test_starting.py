@@ -15,6 +15,7 @@ from headstart.train.inputs import data as train_data
 from run_files import final, losses
 
 MEDUSA2 = ("head.target_lora_rank=2", "head.num_depths=2")
+SHORT = ("train.max_steps=3", "train.warmup_steps=1")
 
 
 def same(folder, other):
@@ -24,8 +25,8 @@ def same(folder, other):
 
 @pytest.mark.fast_only(head_type=["draft_lm", "eagle3"])
 def test_a_run_goes_on_from_a_head(head_type, run, capsys):
-    first = run(head_type, "first", "train.max_steps=30", "train.learning_rate=1e-2")
-    more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12")
+    first = run(head_type, "first")
+    more = run(head_type, "more", f"train.start_from={first / 'final'}", "train.learning_rate=1e-12", *SHORT)
     assert "was trained with another" not in capsys.readouterr().err
     assert losses(more)[0] < losses(first)[0]
     for name, value in final(more).items():
@@ -33,10 +34,10 @@ def test_a_run_goes_on_from_a_head(head_type, run, capsys):
 
 
 def test_a_fitted_start_lowers_the_first_loss_and_resumes_exactly(run):
-    whole = run("eagle3", "whole", "head.start=fitted")
-    run("eagle3", "half", "head.start=fitted", "train.stop_at_step=3")
-    assert same(run("eagle3", "half", "head.start=fitted"), whole)
-    assert losses(whole)[0] < losses(run("eagle3", "random", "head.start=random"))[0]
+    whole = run("eagle3", "whole", "head.start=fitted", *SHORT)
+    run("eagle3", "half", "head.start=fitted", *SHORT, "train.stop_at_step=1")
+    assert same(run("eagle3", "half", "head.start=fitted", *SHORT), whole)
+    assert losses(whole)[0] < losses(run("eagle3", "random", "head.start=random", *SHORT))[0]
 
 
 @pytest.mark.parametrize(("head_type", "overrides"), [("eagle3", []), ("block", ["head.start=fitted"])])
@@ -49,19 +50,20 @@ def test_too_few_rows_for_a_fit_are_said_before_the_target_is_loaded(head_type, 
         return own(run, accelerator, console)
 
     monkeypatch.setattr(start, "load_target", load)
-    folder = run(head_type, "few", "data.num_rows=2", *overrides)
+    folder = run(head_type, "few", "data.num_rows=2", *overrides, *SHORT)
     before, after = capsys.readouterr().err.split("loading\n")
     assert "head.start: 48 supervised tokens of the 64 that a fit takes" in before and "head.start" not in after
-    assert same(run(head_type, "random", "data.num_rows=2", "head.start=random"), folder)
+    assert same(run(head_type, "random", "data.num_rows=2", "head.start=random", *SHORT), folder)
     assert "head.start" not in capsys.readouterr().err
 
 
 @pytest.mark.fast_only(head_type=["eagle3"])
 def test_adapters_alone_train_and_resume_exactly(head_type, run):
-    first = run(head_type, "first")
+    first = run(head_type, "first", *SHORT)
     how = (f"train.start_from={first / 'final'}", "train.lora_rank=2", "train.lora_alpha=4", "train.weight_decay=0.1")
+    how += SHORT
     whole = run(head_type, "whole", *how)
-    run(head_type, "half", *how, "train.stop_at_step=3")
+    run(head_type, "half", *how, "train.stop_at_step=1")
     assert same(run(head_type, "half", *how), whole)
     before, after = final(first), final(whole)
     assert before.keys() == after.keys(), "an ordinary head"
@@ -90,14 +92,14 @@ def test_a_large_vocabulary_is_cut_to_what_the_answers_consist_of(run, monkeypat
     """The size stays that of the start when the run goes on, and when another run starts from its head."""
     monkeypatch.setattr(train_data, "LARGE_VOCABULARY", 1)
     monkeypatch.setattr(vocab, "SIZE_STEP", 4)
-    how = ("train.draft_coverage=0.9",)
-    run("eagle3", "half", *how, "train.stop_at_step=3")
+    how = ("train.draft_coverage=0.9", *SHORT)
+    run("eagle3", "half", *how, "train.stop_at_step=1")
     whole = run("eagle3", "whole", *how)
     assert same(run("eagle3", "half", *how), whole)
     size = len(final(whole)["d2t"])
     assert 4 <= size < len(final(whole)["t2d"]) and size % 4 == 0
     assert len(final(run("eagle3", "given", *how, "head.draft_vocab_size=20"))["d2t"]) == 20, "what is given counts"
-    more = run("eagle3", "more", "train.draft_coverage=0.5", f"train.start_from={whole / 'final'}")
+    more = run("eagle3", "more", "train.draft_coverage=0.5", f"train.start_from={whole / 'final'}", *SHORT)
     assert torch.equal(final(more)["d2t"], final(whole)["d2t"])
     monkeypatch.setattr(train_data, "LARGE_VOCABULARY", 10**6)
     assert "d2t" not in final(run("eagle3", "small", *how)), "a small one stays whole"
@@ -108,7 +110,7 @@ def test_a_head_of_another_target_is_adapted_with_a_note(run, world, tmp_path, c
     target.stored_fingerprint, target.name = "other", "elsewhere"
     config = HEADS["eagle3"].config_class(type="eagle3", num_depths=3)
     folder = save_head(build_head(config, target), tmp_path / "of_another_target")
-    done = run("eagle3", "a", f"train.start_from={folder}")
+    done = run("eagle3", "a", f"train.start_from={folder}", *SHORT)
     told = " ".join(capsys.readouterr().err.split())
     assert "train.start_from: a head of another target, elsewhere; it goes on for" in told
     assert "was trained with another" not in told
@@ -126,9 +128,9 @@ EXPORTS = [("medusa", "vllm"), ("eagle3", "speculators"), ("draft_lm", "hf")]
 
 @pytest.mark.parametrize(("family", "to"), EXPORTS)
 def test_a_run_goes_on_from_an_export_as_from_the_head(run, family, to, capsys):
-    head, served = exported(run, "served", to, family, "first", "train.max_steps=3")
-    ours = run(family, "ours", f"train.start_from={head}")
-    theirs = run(family, "theirs", f"train.start_from={served}")
+    head, served = exported(run, "served", to, family, "first", *SHORT)
+    ours = run(family, "ours", f"train.start_from={head}", *SHORT)
+    theirs = run(family, "theirs", f"train.start_from={served}", *SHORT)
     assert same(ours, theirs)
     assert "another target" not in capsys.readouterr().err
 
@@ -137,7 +139,7 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
     """One of another rotation and residual: refused with the keys to set, and with these it learns."""
     rotation = "{rope_parameters: {rope_type: default, rope_theta: 7.0}}"
     how = ("head.norm_before_residual=true", f"head.architecture={rotation}")
-    _, served = exported(run, "served", "vllm", "eagle3", "first", *how)
+    _, served = exported(run, "served", "vllm", "eagle3", "first", *how, *SHORT)
     config = json.loads((served / "config.json").read_text())
     del config["headstart_export"]
     (served / "config.json").write_text(json.dumps(config))
@@ -149,21 +151,6 @@ def test_a_run_goes_on_from_a_head_that_others_made(run, world, tmp_path):
     assert losses(before)[-1] < losses(before)[0]
     target = Target.load(world / "target")
     assert load_head(before / "final", target).config.as_dict()["norm_before_residual"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (["train.start_from=./gone"], "train.start_from: head ./gone: no such folder"),
-        (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
-        (["train.lora_rank=-1"], "train.lora_rank: should be greater than or equal to 0, got -1"),
-        (["train.lora_alpha=0"], "train.lora_alpha: should be greater than 0"),
-    ],
-)
-def test_what_cannot_be_gone_on_from_is_refused(overrides, problem, run, tmp_path):
-    with pytest.raises(BadInput) as caught:
-        run("eagle3", "a", *overrides)
-    assert problem in str(caught.value) and not (tmp_path / "a").exists()
 
 
 # Medusa-2
@@ -178,9 +165,10 @@ def test_medusa_2_resumes_exactly(run, world):
 
 
 def test_medusa_2_does_not_depend_on_how_batches_are_cut(run):
-    one = run("medusa", "one", *MEDUSA2, "train.batch_size=4", "head.target_learning_rate_scale=1")
-    how = ("train.batch_size=2", "train.accumulation=2", "head.target_learning_rate_scale=1")
-    assert losses(run("medusa", "two", *MEDUSA2, *how)) == pytest.approx(losses(one), rel=1e-4)
+    how = (*MEDUSA2, "head.target_learning_rate_scale=1", "train.max_steps=4")
+    one = run("medusa", "one", *how, "train.batch_size=4")
+    two = run("medusa", "two", *how, "train.batch_size=2", "train.accumulation=2")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
@@ -207,8 +195,8 @@ def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
 
 
 def test_medusa_2_goes_on_from_medusa_1(run, capsys):
-    first = run("medusa", "first", "head.num_depths=2")
-    second = run("medusa", "second", *MEDUSA2, f"train.start_from={first / 'final'}")
+    first = run("medusa", "first", "head.num_depths=2", *SHORT)
+    second = run("medusa", "second", *MEDUSA2, f"train.start_from={first / 'final'}", *SHORT)
     assert "that head was trained with another target_lora_rank" in " ".join(capsys.readouterr().err.split())
     assert any("lora_B" in name and value.abs().sum() > 0 for name, value in final(second).items())
     with pytest.raises(BadInput, match="train.lora_rank 2: this MedusaHead has adapters already"):

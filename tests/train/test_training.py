@@ -17,7 +17,7 @@ from headstart.train import trainer
 from headstart.train.inputs.config import load_run
 from headstart.train.watching.tracking import Tracker
 from rich.console import Console
-from run_files import losses, metrics, validations, weights
+from run_files import contents, final, losses, metrics, validations, weights
 
 
 @pytest.fixture
@@ -26,17 +26,6 @@ def other_precision():
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-
-
-def everything(folder):
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK]
-    return {p.relative_to(folder): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
-
-
-def said(call, *args):
-    with pytest.raises(BadInput) as caught:
-        call(*args)
-    return str(caught.value)
 
 
 # The same run is the same run
@@ -109,9 +98,9 @@ def test_a_gradient_norm_of_0_does_not_clip(run):
 
 def test_a_finished_run_is_left_alone(run):
     folder = run("medusa", "a")
-    before = everything(folder)
+    before = contents(folder, but=LOCK)
     run("medusa", "a")
-    assert everything(folder) == before
+    assert contents(folder, but=LOCK) == before
 
 
 @pytest.mark.fast_only(head_type=["mtp"])
@@ -131,12 +120,6 @@ def test_accumulated_batches_are_one_batch(head_type, run):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["depth_loss"] == pytest.approx(b["depth_loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-
-
-def test_a_seed_past_many_epochs_keeps_going(run):
-    """Six rows, batches of four: batches cross the ends of epochs and are always full."""
-    folder = run("medusa", "a", "train.batch_size=4", "train.max_steps=5")
-    assert [row["epoch"] for row in metrics(folder)] == [round(4 * n / 6, 4) for n in range(1, 6)]
 
 
 # What comes out
@@ -177,17 +160,17 @@ def test_a_cut_draft_vocabulary_keeps_the_end_token(run, world):
     assert 2 in head.vocabulary.to_target, "eos"
 
 
-def test_bf16_trains_on_fp32_master_weights(run, world, other_precision):
-    folder = run("eagle3", "a", "train.precision=bf16")
+def test_bf16_trains_on_fp32_master_weights(run, other_precision):
+    folder = run("eagle3", "a", "train.precision=bf16", "train.max_steps=3")
     assert all(0 < loss < 100 for loss in losses(folder))
-    assert all(
-        p.dtype == torch.float32 for p in load_head(folder / "final", Target.load(world / "target")).parameters()
-    )
+    assert {value.dtype for value in final(folder).values()} == {torch.float32}
 
 
 def test_only_the_newest_checkpoints_are_kept(run):
-    folder = run("medusa", "a", "train.checkpoint_every=1", "train.keep_checkpoints=2")
+    """Six rows, batches of four: batches cross the ends of epochs and are always full."""
+    folder = run("medusa", "a", "train.checkpoint_every=1", "train.keep_checkpoints=2", "train.batch_size=4")
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000005", "step_00000006"]
+    assert [row["epoch"] for row in metrics(folder)] == [round(4 * n / 6, 4) for n in range(1, 7)]
 
 
 def test_a_kill_before_the_first_new_row_loses_no_old_one(tmp_path):
@@ -207,13 +190,13 @@ def test_a_damaged_line_of_metrics_is_named_with_what_to_do(tmp_path, line):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_another_config_in_the_same_folder_is_refused(finished, run, tmp_path):
+def test_another_config_in_the_same_folder_is_refused(finished, run, refused, tmp_path):
     run("medusa", "a", *([] if finished else ["train.stop_at_step=2"]))
-    before = everything(tmp_path / "a")
+    before = contents(tmp_path / "a", but=LOCK)
     for override in ("train.learning_rate=1e-3", "head.num_depths=2", "train.max_steps=9", "data.max_length=20"):
         key = override.partition("=")[0]
-        assert said(run, "medusa", "a", override).startswith(f"{tmp_path / 'a'} holds a run with another {key};")
-        assert everything(tmp_path / "a") == before
+        assert refused("medusa", "a", override).startswith(f"{tmp_path / 'a'} holds a run with another {key};")
+        assert contents(tmp_path / "a", but=LOCK) == before
 
 
 @pytest.mark.parametrize(
@@ -230,33 +213,25 @@ def test_another_config_in_the_same_folder_is_refused(finished, run, tmp_path):
         (["head.depth_weights=linear"], "head: depth_weights 'linear': expected one of geometric, normalised, exp"),
         (["head.depth_decay=0"], "head: depth_decay 0.0: expected more than 0"),
         (["head.loss_exponent=2"], "head: loss_exponent 2.0: expected more than 0 and at most 1"),
-        (["train.precision=fp8"], "train.precision: should be 'fp32' or 'bf16', got 'fp8'"),
         (["train.optimizer=sgd"], "train.optimizer: should be 'adamw' or 'muon', got 'sgd'"),
         (["train.matrix_learning_rate=1e-2"], "train: matrix_learning_rate 0.01: only with optimizer muon"),
-        (
-            ["train.optimizer=muon", "train.matrix_learning_rate=0"],
-            "train.matrix_learning_rate: should be greater than 0",
-        ),
         (["train.max_steps=0"], "train.max_steps: should be greater than 0, got 0"),
         (["train.seed=-1"], "train.seed: should be greater than or equal to 0, got -1"),
-        (["train.beta2=1.5"], "train.beta2: should be less than 1, got 1.5"),
         (["train.weight_decay=-1"], "train.weight_decay: should be greater than or equal to 0, got -1"),
         (["train.learning_rate=.nan"], "train.learning_rate: should be "),
-        (["train.learning_rate=.inf"], "train.learning_rate: should be a finite number, got inf"),
-        (["train.max_grad_norm=-1"], "train.max_grad_norm: should be greater than or equal to 0, got -1"),
         (
             ["data.max_length=60", "data.validation={long}"],
             "data.validation: no row has supervised tokens in data.max_length 60: ",
         ),
         (["data.layout=packed"], "data: layout 'packed': expected padded or bucketed"),
         (["train.device=cuda:1"], "train.device: should be 'cpu' or 'cuda', got 'cuda:1'"),
-        (["train.stop_at_step=0"], "train.stop_at_step: should be greater than 0, got 0"),
         (["head.type=medusae"], "head.type: 'medusae': expected one of"),
         (["target.dtype=int8"], "dtype 'int8': expected one of auto"),
         (["train.output_dir={file}"], "train.output_dir"),
+        (["train.lora_rank=2"], "train: lora_rank 2: adapters need a trained head, so train.start_from is required"),
     ],
 )
-def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp_path):
+def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, refused, tmp_path):
     files = {
         "bad": '{"input_ids": [1, 2], "prompt_length": 1}\n{"input_ids": [1, 61], "prompt_length": 1}\n',
         "short": '{"input_ids": [1, 2, 3], "prompt_length": 2}\n',
@@ -267,23 +242,23 @@ def test_nothing_is_left_of_a_run_that_cannot_start(overrides, problem, run, tmp
         (tmp_path / f"{name}.jsonl").write_text(text)
     filled = [one.format(**{n: tmp_path / f"{n}.jsonl" for n in files}) if "{" in one else one for one in overrides]
     before = sorted(p for p in tmp_path.rglob("*"))
-    assert problem in said(run, "eagle3", "a", *filled)
+    assert problem in refused("eagle3", "a", *filled)
     assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
     assert (tmp_path / "file.jsonl").read_text() == files["file"]
 
 
-def test_nothing_is_left_where_what_a_run_logs_to_is_missing(run, tmp_path, monkeypatch):
+def test_nothing_is_left_where_what_a_run_logs_to_is_missing(refused, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     before, problem = sorted(tmp_path.rglob("*")), "train.wandb_project: needs wandb: pip install wandb"
-    assert said(run, "eagle3", "a", "train.wandb_project=mine") == problem
+    assert refused("eagle3", "a", "train.wandb_project=mine") == problem
     assert sorted(p for p in tmp_path.rglob("*") if p.name != "a.yaml") == before
 
 
-def test_a_damaged_checkpoint_is_named(run, tmp_path):
+def test_a_damaged_checkpoint_is_named(run, refused):
     folder = run("medusa", "a", "train.stop_at_step=2")
     file = folder / "checkpoints" / "step_00000002" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    assert said(run, "medusa", "a").startswith(f"checkpoint {file.parent}: ")
+    assert refused("medusa", "a").startswith(f"checkpoint {file.parent}: ")
 
 
 def test_every_start_is_on_record(run):

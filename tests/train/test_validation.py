@@ -30,6 +30,8 @@ from headstart.train.watching.speed import StepSpeed
 from run_files import final, metrics, validations, weights
 from safetensors.torch import load_file
 
+FEW = ("train.max_steps=6", "train.validate_every=2")
+
 
 @pytest.fixture
 def validated(run, world):
@@ -89,10 +91,10 @@ def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
 
 def test_answers_that_are_long_enough_are_decoded_in_recorded_steps(validated, monkeypatch):
     """On a GPU; the head is another one at each validation, so its steps are recorded anew."""
-    plain, recorded = validated("medusa", "a")[1], []
+    plain, recorded = validated("medusa", "a", *FEW)[1], []
     monkeypatch.setattr("headstart.train.validation.default_steps", lambda device, num_tokens: "compile")
     monkeypatch.setattr(replay, "compiled", lambda step, arguments: recorded.append(arguments) or step)
-    assert validated("medusa", "b")[1] == plain
+    assert validated("medusa", "b", *FEW)[1] == plain
     assert len(recorded) == 2 * len(plain)
 
 
@@ -105,11 +107,11 @@ def test_a_head_that_drafts_from_something_else_shows(validated, monkeypatch):
 
 
 def test_decoding_can_be_left_out_and_is_where_a_target_cannot(validated, monkeypatch):
-    _, found = validated("medusa", "a", "train.decode_prompts=0")
-    assert [step for step, _ in found] == [10, 20, 30] and "decoded" not in found[0][1]
+    _, found = validated("medusa", "a", *FEW, "train.decode_prompts=0")
+    assert [step for step, _ in found] == [2, 4, 6] and "decoded" not in found[0][1]
     monkeypatch.setattr(Target, "can_decode", False)
-    _, found = validated("medusa", "b")
-    assert [step for step, _ in found] == [10, 20, 30] and "decoded" not in found[0][1]
+    _, found = validated("medusa", "b", *FEW)
+    assert [step for step, _ in found] == [2, 4, 6] and "decoded" not in found[0][1]
 
 
 def validation_of(head, rows, **settings):
@@ -193,19 +195,15 @@ def test_a_steps_speed_is_of_all_processes():
 
 
 def test_a_run_whose_time_is_over_validates_and_can_be_continued(validated, capsys):
-    stopped, found = validated("medusa", "half", "train.stop_after=1e-6")
+    stopped, found = validated("medusa", "half", *FEW, "train.stop_after=1e-6")
     assert [step for step, _ in found] == [1] and not (stopped / "final").exists()
-    assert "train.stop_after: stopped at step 1 of 30; the same command goes on from there" in capsys.readouterr().err
-    half, found = validated("medusa", "half")
-    whole, _ = validated("medusa", "whole")
-    assert [step for step, _ in found] == [1, 10, 20, 30]
+    assert "train.stop_after: stopped at step 1 of 6; the same command goes on from there" in capsys.readouterr().err
+    half, found = validated("medusa", "half", *FEW)
+    whole, _ = validated("medusa", "whole", *FEW)
+    assert [step for step, _ in found] == [1, 2, 4, 6]
     assert weights(half) == weights(whole)
-
-
-def test_every_step_tells_its_speed(run):
-    rows = read_appended(run("medusa", "a") / "metrics.jsonl")
-    assert all(StepSpeed.__dataclass_fields__.keys() <= row.keys() for row in rows)
-    assert all(0 <= row["data_wait"] < 1 < row["tokens_per_second"] for row in rows)
+    steps = [row for row in read_appended(whole / "metrics.jsonl") if "loss" in row]
+    assert all(0 <= row["data_wait"] < 1 < row["tokens_per_second"] for row in steps)
 
 
 def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run, world, tmp_path):
@@ -222,11 +220,6 @@ def test_a_head_carries_its_last_or_best_validation_and_the_form_of_its_rows(run
 
     export_head(folder, tmp_path / "served", to="vllm")
     assert head_record(tmp_path / "served").training == training
-
-
-def test_without_validation_rows_the_record_says_so(run):
-    training = head_record(run("medusa", "a", "train.max_steps=1", "train.warmup_steps=0") / "final").training or {}
-    assert training["validation"] is None
 
 
 @pytest.mark.parametrize(

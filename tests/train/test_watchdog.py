@@ -38,16 +38,6 @@ def outcome(*, minutes, stuck):
 
 
 @pytest.mark.slow
-def test_a_process_without_progress_ends_and_says_where_it_stood():
-    done = outcome(minutes=0.01, stuck=30)
-    assert done.returncode == 124
-    first, *stacks = done.stderr.splitlines()
-    told = "no progress for 0.01 minutes (train.watchdog_minutes), at step 9: update"
-    assert first == f"headstart: rank 1 of 2: {told}"
-    assert any("waits_for_a_rank_that_never_comes" in line for line in stacks)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "stuck"), [(0.01, 0.1), (0, 0.9)], ids=["watched", "off"])
 def test_a_process_with_progress_or_without_a_watchdog_ends_by_itself(minutes, stuck):
     done = outcome(minutes=minutes, stuck=stuck)
@@ -75,7 +65,7 @@ def rank(monkeypatch):
     """rank(i): an accelerator of two processes that share a store; broadcasts of these tests go through the store."""
     store, broadcast = HashStore(), {"since": 0.0}
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(main_process, "turns", Counter(), raising=False)
+    monkeypatch.setattr(main_process, "turns", Counter())
 
     def joined(problem: list) -> None:
         if threading.current_thread() is threading.main_thread():  # the rank that waits
@@ -89,15 +79,14 @@ def rank(monkeypatch):
     return make
 
 
-def test_ranks_wait_outside_of_collectives_until_the_main_process_is_done(rank, monkeypatch, capsys):
+def test_ranks_wait_outside_of_collectives_until_the_main_process_is_done(rank):
     """A collective gives up after ten minutes; tokenising takes longer than that. Each turn is waited for."""
-    monkeypatch.setattr(main_process, "HEARTBEAT_SECONDS", 0.05, raising=False)
     waiting = rank(1)
     for _ in range(2):
         ended = []
 
         def prepare(ended: list[float] = ended) -> None:
-            time.sleep(0.5)
+            time.sleep(0.15)
             ended.append(time.perf_counter())
 
         main = threading.Thread(target=main_process.on_main, args=(rank(0), prepare))
@@ -105,7 +94,6 @@ def test_ranks_wait_outside_of_collectives_until_the_main_process_is_done(rank, 
         main_process.on_main(waiting, lambda: pytest.fail("the main process alone works"))
         main.join()
         assert waiting.broadcast["since"] >= ended[0], "no collective was begun before"
-    assert capsys.readouterr().err.count("waiting for the main process") >= 4
 
 
 def test_a_main_process_that_fails_keeps_nobody_waiting(rank):
@@ -120,6 +108,6 @@ def test_a_main_process_that_fails_keeps_nobody_waiting(rank):
 
 
 def test_nobody_waits_for_ever(rank, monkeypatch):
-    monkeypatch.setattr(main_process, "LONGEST_WAIT_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(main_process, "LONGEST_WAIT_SECONDS", 0.2)
     with pytest.raises(BadInput, match="the main process has not been done"):
         main_process.on_main(rank(1), lambda: None)

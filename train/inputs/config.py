@@ -19,7 +19,6 @@ from ...targets.loading import TargetConfig
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 WARMUP = 50  # steps
 
 
@@ -36,13 +35,10 @@ class TrainConfig:
     matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
     # Muon needs whole matrices, and in zero2, zero3 and fsdp2 ranks have parts: then AdamW, at this peak; None: refused
     adamw_learning_rate: Rate | None = None
-    warmup_steps: NonNegativeInt = (
-        -1
-    )  # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
+    # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
+    warmup_steps: NonNegativeInt = -1
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
-    beta1: Decay = 0.9  # of AdamW, as beta2; Muon's momentum is 0.95
-    beta2: Decay = 0.95
     max_grad_norm: Amount = 1.0  # 0: gradients are not clipped
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; master weights stay fp32
     # torch.compile fuses passes over logits and attention scores; results differ by rounding. None: on a GPU, for 500

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from ...base.errors import BadInput, printable
+from ...base.errors import BadInput, naming, printable
 from ...base.files import remove
 from ...data_pipelines.loader import BatchPlan, TrainingBatch, collate
 from ...data_pipelines.masks.chat import encode_rows
@@ -204,10 +204,8 @@ def with_draft_vocabulary(
         return run, None
     start: list[int] = []
     if folder is not None:
-        try:
+        with naming("train.start_from: "):
             start = start_vocabulary(run.head, target, folder) or []
-        except BadInput as error:
-            raise BadInput(f"train.start_from: {error}") from error
         size = size or len(start) or None
         if not start or size is None or len(start) >= size:
             return with_draft_size(run, size), None

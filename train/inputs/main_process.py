@@ -1,6 +1,5 @@
 """What the main process does alone, such as writing files, while the others wait for it."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ from accelerate.utils import broadcast_object_list
 from ...base.errors import BadInput
 from ...base.owned import OwnedFolder
 
-HEARTBEAT_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 24 * 3600.0
 turns: Counter[int] = Counter()  # by process, the number of its `on_main` calls
 
@@ -45,23 +43,20 @@ def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
             if accelerator.num_processes > 1:
                 dist.distributed_c10d._get_default_store().set(key, "done")
     else:
-        wait_for(key, says_so=accelerator.process_index == 1)
+        wait_for(key)
     broadcast_object_list(problem)
     if problem[0] is not None:
         raise BadInput(problem[0])
 
 
-def wait_for(key: str, *, says_so: bool) -> None:
+def wait_for(key: str) -> None:
     """Wait until the processes' store has a key. A collective would time out after ten minutes (NCCL).
 
-    Args: says_so: print a line every HEARTBEAT_SECONDS. Raises: BadInput after LONGEST_WAIT_SECONDS.
+    Raises: BadInput after LONGEST_WAIT_SECONDS.
     """
-    store, began, lines = dist.distributed_c10d._get_default_store(), time.monotonic(), 0
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
     while not store.check([key]):
         waited = time.monotonic() - began
         if waited > LONGEST_WAIT_SECONDS:
             raise BadInput(f"the main process has not been done with its data for {waited / 3600:.0f} hours")
-        if says_so and waited > HEARTBEAT_SECONDS * (lines + 1):
-            lines += 1
-            print(f"waiting for the main process, which prepares data: {waited / 60:.0f} min", file=sys.stderr)
-        time.sleep(min(1.0, HEARTBEAT_SECONDS))
+        time.sleep(0.1)

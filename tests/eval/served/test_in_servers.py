@@ -35,6 +35,7 @@ def measured(
         return measure_in_servers(SERVER_ENGINES[engine], drafts, questions, config, store=store)
 
 
+@pytest.mark.timed
 def test_figures_are_those_that_were_planted(tmp_path):
     """A forward takes 8 ms; with drafts it gives 3 tokens: 12 tokens in 5 forwards, the prefill among them."""
     plain, drafting = StandIn(step=0.008), StandIn(step=0.008, accepted=[2])
@@ -62,6 +63,7 @@ def test_both_sides_get_the_same_arrivals_and_salts(tmp_path):
     assert result.load.name == "400 a second" and result.speedup
 
 
+@pytest.mark.timed
 def test_tokens_are_counted_by_usage_where_there_are_no_ids(tmp_path):
     """A part of several tokens is not one token."""
     how = {"ids": False, "step": 0.005}
@@ -276,6 +278,7 @@ def test_a_running_server_that_was_started_anew_is_doubted(tmp_path):
     assert [line.split(" was started anew")[0] for line in results[0].doubts] == [second]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("at_once", [True, False])
 def test_servers_of_our_own_are_started_and_ended(at_once, python, tmp_path):
     engine = SERVER_ENGINES["vllm"]

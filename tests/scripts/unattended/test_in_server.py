@@ -45,6 +45,7 @@ def auto(headstart, chat_target, traffic, in_process, tmp_path):
     return call
 
 
+@pytest.mark.timed
 def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machine_is, python, in_process, tmp_path):
     machine_is(medusa=2.5)
     words = "--engine vllm --concurrency 1 --engine-args '--step 0.004'"
