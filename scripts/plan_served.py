@@ -14,7 +14,8 @@ from ..base.terminal import PlainConsole
 from ..eval.measurement.resume import BatchStore
 from ..eval.plan.accepting import evenly
 from ..eval.plan.budget import at_doublings
-from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, forecast_error, rates_in, write_plan
+from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, rates_in, write_plan
+from ..eval.plan.prediction import errors
 from ..eval.report.results.drafter_words import served_words
 from ..eval.report.served_page import ServedReport, show_served, write_served
 from ..eval.served.questions import Questions
@@ -75,7 +76,7 @@ def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
         length = next(cell.acceptance_length for cell in here if cell)
         table.add_row(str(num), f"{length:.2f}", *map(cell_text, here))
     console.print(table)
-    if (check := forecast_error(cells)).num_cells:
+    if (check := errors(cells)).num_cells:
         console.print(f"forecast against measurement in {check.words}", highlight=False)
 
 

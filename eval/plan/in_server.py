@@ -12,8 +12,8 @@ from ...base.files import write_json
 from ..measurement.step_times import interpolate
 from ..report.results.one_result import grouped
 from ..served.served_result import ServedResult
-from .plan import SCHEMA_VERSION
-from .prediction import CheckSummary, errors, expected_length
+from .planner import SCHEMA_VERSION
+from .prediction import errors, expected_length
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,11 @@ def checked(cells: Sequence[ServedCell], results: Sequence[ServedResult]) -> lis
     ]
 
 
-def forecast_error(cells: Sequence[ServedCell]) -> CheckSummary:
-    """How far forecasts lie from what was measured."""
-    return errors((cell.predicted_speedup, cell.measured_speedup) for cell in cells)
-
-
 def write_plan(folder: Path, engine: str, drafter: str, cells: Sequence[ServedCell], rates: Sequence[float]) -> None:
     """plan.json, and the files that SGLang reads: steps per second by tokens of a forward, and K by batch size."""
     told: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "engine": engine, "drafter": drafter}
     told |= {"acceptance_rate": list(rates), "cells": [vars(cell) for cell in cells]}
-    write_json(folder / "plan.json", {**told, "check": vars(forecast_error(cells))})
+    write_json(folder / "plan.json", {**told, "check": vars(errors(cells))})
     if engine == "sglang" and cells:
         write_json(folder / "sps_table.json", steps_per_second(cells))
         write_json(folder / "adaptive.json", steps_by_batch_size(cells))

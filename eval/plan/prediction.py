@@ -257,7 +257,8 @@ def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     return advice
 
 
-def errors(speedups: Iterable[tuple[float | None, float | None]]) -> CheckSummary:
-    """How far predictions lie from what was measured. Args: speedups: of each cell, as predicted and as measured."""
+def errors(cells: Iterable[Any]) -> CheckSummary:
+    """How far predictions lie from what was measured. Args: cells: each has a predicted and a measured speedup."""
+    speedups = [(cell.predicted_speedup, cell.measured_speedup) for cell in cells]
     apart = [abs(predicted / measured - 1) for predicted, measured in speedups if predicted and measured]
     return CheckSummary(len(apart), rounded(median(apart)), rounded(max(apart))) if apart else CheckSummary(0)

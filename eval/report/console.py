@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measurement.result import Result
-from .conclusion import Conclusion
+from .conclusion import Conclusion, Table
 from .results.document import Report
 from .results.drafter_words import drafter_words
 from .results.one_result import (
@@ -22,7 +22,6 @@ from .results.one_result import (
     speedup_words,
 )
 from .screen import show_conclusion
-from .table import Table
 
 
 def show(report: Report, conclusion: Conclusion, page: Path, console: Any, *, verbose: bool = False) -> None:

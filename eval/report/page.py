@@ -12,11 +12,11 @@ from ..measurement.result import Result
 from . import acceptance_sections, sections
 from .causes.diagnosis import UNEXPLAINED, diagnose
 from .causes.findings import Case
-from .conclusion import Conclusion, conclude
-from .recommendation import best_deployable
+from .conclusion import Conclusion, Table
+from .recommendation import best_deployable, conclude
 from .results.document import Report, short_name
 from .results.one_result import grouped, label, name_of, speedup_words
-from .sections import Table, cell
+from .sections import cell
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 

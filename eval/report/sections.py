@@ -1,4 +1,4 @@
-"""The parts of a page (`Section`, `Table`, `Figure`), and the sections on speed, time, settings and surroundings."""
+"""The parts of a page (`Section`, `Figure`), and the sections on speed, time, settings and surroundings."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from ..measurement.result import Result
 from .charts import Bar, bar_chart
+from .conclusion import Table
 from .results.document import Report
 from .results.one_result import (
     disturbance_words,
@@ -24,7 +25,6 @@ from .results.one_result import (
     speedup_words,
 )
 from .results.pairs import beside_fastest
-from .table import Table
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens",

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .conclusion import Conclusion
+from .conclusion import Conclusion, Table
 from .results.one_result import number
 from .sections import cell
-from .table import Table
 
 
 @dataclass(frozen=True)

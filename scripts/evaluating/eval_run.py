@@ -19,10 +19,9 @@ from ...eval.measurement.resume import BEFOREHAND, BatchStore, settings_key
 from ...eval.measurement.step_times import verify_cost
 from ...eval.proof.config import MeasureConfig
 from ...eval.proof.runner import Contender
-from ...eval.report.conclusion import conclude
 from ...eval.report.console import failure_words, lossless_warnings, show, training_warnings
 from ...eval.report.page import write_page
-from ...eval.report.recommendation import best_deployable
+from ...eval.report.recommendation import best_deployable, conclude
 from ...eval.report.results.document import build_report, write_report
 from ...eval.report.results.drafter_words import drafter_words
 from ...eval.suites.named import SuiteSpec, check_named, load_named, parse_suite

@@ -11,7 +11,7 @@ from ...engines.servers.setting import OURS
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
-from ...eval.report.recommendation import recommend
+from ...eval.report.recommendation import best_deployable, recommend
 from ...eval.report.results.document import read_report
 from ...eval.report.results.drafter_words import WITH_ANSWERS
 from .answers import LEAST_ANSWERS, answer
@@ -244,15 +244,15 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
     """
     results = read_report(Path(run.journal.report)).results
     results = [one for one in results if (one.adapter is not None) == bool(run.settings.adapter)]
-    advice = recommend([one for one in results if run.settings.engine.is_ours or not looks_up(one)])
-    best = advice.best
-    if not advice.is_deployable or best is None:
-        return Decision(False, advice.headline, advice.reasons, advice.cautions)
+    results = [one for one in results if run.settings.engine.is_ours or not looks_up(one)]
+    advice, best = recommend(results), best_deployable(results)
+    if best is None:
+        return Decision(False, advice.headline, list(advice.reasons), list(advice.cautions))
     drafter = specification(best, head, answers_to_look_up(run))
     return Decision(
         deploy=True,
         headline=advice.headline,
-        reasons=advice.reasons,
+        reasons=list(advice.reasons),
         cautions=[*advice.cautions, *domains_without_gain(best)],
         drafter=drafter,
         commands=serving_commands(run, best, drafter, head),

@@ -8,8 +8,7 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.measurement import disturbance, step_times
 from headstart.eval.plan.budget import SAFETY, Budget, Costs, Scope, fit_scope
-from headstart.eval.plan.plan import PlanConfig
-from headstart.eval.plan.planner import Planner
+from headstart.eval.plan.planner import PlanConfig, Planner
 from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import Suite
 

@@ -10,11 +10,11 @@ from headstart.eval.plan.in_server import (
     checked,
     finalists,
     forecast,
-    forecast_error,
     rates_in,
     steps_by_batch_size,
     steps_per_second,
 )
+from headstart.eval.plan.prediction import errors
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
 from headstart.eval.served.served_result import ServedResult, ServerAcceptance
@@ -63,8 +63,8 @@ def test_the_best_forecast_is_measured_and_its_error_shown():
     truth = measured(7, 1)
     slower = ServedResult(**{**vars(truth), "speedup": (truth.speedup or 0.0) / 1.1})
     found = checked(cells, [slower])
-    assert forecast_error(found).num_cells == 1 and forecast_error(found).max_error == pytest.approx(0.1, abs=1e-3)
-    assert forecast_error(cells).num_cells == 0
+    assert errors(found).num_cells == 1 and errors(found).max_error == pytest.approx(0.1, abs=1e-3)
+    assert errors(cells).num_cells == 0
 
 
 def test_sglang_reads_forwards_per_second_and_k_by_batch_size():

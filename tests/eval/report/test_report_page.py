@@ -188,7 +188,7 @@ def test_the_best_proved_setting_is_advised():
     """By the lower end of its interval: 1.4 of the chain beats 1.2 of a tree with the higher speedup."""
     tree = result(tree="dynamic", num_drafted=24, speedup=1.8, speedup_ci95=(1.2, 2.4))
     advised = recommend([tree, result()])
-    assert advised.is_deployable and advised.headline.replace(NBSP, " ") == "Deploy EAGLE-3, 3 drafts (20 prompts)"
+    assert advised.is_good and advised.headline.replace(NBSP, " ") == "Deploy EAGLE-3, 3 drafts (20 prompts)"
     assert advised.figure == "1.50 [1.40, 1.60]" and "1.50 [1.40, 1.60] times as fast" in advised.reasons[0]
     assert any("best of 2 results" in one for one in advised.cautions)
     text = Reader(render(report(tree, result()))).text
@@ -208,7 +208,7 @@ def test_the_best_proved_setting_is_advised():
 )
 def test_without_proof_nothing_is_advised(entry, why):
     advised = recommend([entry])
-    assert not advised.is_deployable and advised.headline.startswith("Do not deploy") and why in advised.reasons[0]
+    assert not advised.is_good and advised.headline.startswith("Do not deploy") and why in advised.reasons[0]
 
 
 def test_the_recommendation_names_where_it_does_not_hold():
@@ -249,11 +249,11 @@ def test_a_disturbed_result_is_marked_and_doubted():
 def test_figures_that_cannot_be_true_are_never_deployed():
     """A verification of 8 ms beside a baseline's forward of 9.5."""
     alone = recommend([result(step_medians=medians(verify=8.0))])
-    assert not alone.is_deployable and alone.headline.startswith("Do not deploy")
+    assert not alone.is_good and alone.headline.startswith("Do not deploy")
     assert "cannot be true: verifying takes 8.00 ms and a baseline step 9.50 ms" in alone.reasons[0]
     slower = result(drafter="ngram", speedup=1.2, speedup_ci95=(1.1, 1.3))
     beside = recommend([result(step_medians=medians(verify=8.0)), slower])
-    assert beside.is_deployable and beside.best is slower
+    assert beside.is_good and beside.figure == "1.20 [1.10, 1.30]"
 
 
 def looping(speedup, **changes):
@@ -266,7 +266,7 @@ def looping(speedup, **changes):
 def test_a_gain_that_rests_on_loops_is_not_deployed_and_says_so_first():
     for left in (looping((0.97, 0.9, 1.05)), looping((2.0, 1.5, 2.5), num_timed=3), looping((None, None, None))):
         advised = recommend([left])
-        assert not advised.is_deployable
+        assert not advised.is_good
         assert advised.headline == "Do not deploy on this alone: the gain rests on texts that loop (20 prompts)"
         assert "8 of 20 texts repeat more than half of their 4-grams; " in advised.reasons[0]
     assert "without these 0.97 [0.90, 1.05]" in recommend([looping((0.97, 0.9, 1.05))]).reasons[0]
@@ -276,7 +276,7 @@ def test_a_gain_that_rests_on_loops_is_not_deployed_and_says_so_first():
 
 def test_a_gain_that_stays_without_its_loops_is_deployed_with_both_figures():
     advised = recommend([looping((1.3, 1.2, 1.4))])
-    assert advised.headline.startswith("Deploy EAGLE-3") and advised.is_deployable
+    assert advised.headline.startswith("Deploy EAGLE-3") and advised.is_good
     assert any("without these 1.30 [1.20, 1.40], 1.20 tokens per forward" in one for one in advised.cautions)
 
 
@@ -286,7 +286,7 @@ def test_below_the_number_at_which_intervals_hold_there_is_no_verdict(prompts, t
     count, unit = timed or prompts // size, "prompts" if size == 1 else "batches of\xa08"
     advised = recommend([few])
     words = f"only {count} {unit} were" if count > 1 else "only 1 prompt was"
-    assert advised.headline == f"Do not deploy on this alone: {words} timed" and not advised.is_deployable
+    assert advised.headline == f"Do not deploy on this alone: {words} timed" and not advised.is_good
     slower = slow(num_prompts=prompts, num_timed=timed, batch_size=size)
     assert recommend([slower]).headline == advised.headline
     assert recommend([few, result(drafter="ngram")]).headline.startswith("Deploy n-gram look-ups")
