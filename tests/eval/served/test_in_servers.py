@@ -1,5 +1,6 @@
 """What a server does with drafts is measured as it is, or it is said in one line why not. Against stand-ins."""
 
+import asyncio
 import os
 import random
 import subprocess
@@ -372,7 +373,7 @@ def test_many_at_a_time_are_timed_by_the_server_and_not_by_our_client(tmp_path):
             Address.of(url, where="x").serving(), {"max_tokens": 300, "stream": True}, {"return_token_ids": True}
         )
         many = [Question(f"p:{i}", PLAIN, {"prompt": [1, 5 + i]}, None) for i in range(1000)]
-        block = run_block(asker, many, Load(64), seed=0, salt="s")
+        block = asyncio.run(run_block(asker, many, Load(64), seed=0, salt="s"))
     finally:
         server.kill()
         server.wait()
