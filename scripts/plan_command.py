@@ -109,7 +109,7 @@ def plan(
     measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
     config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)
     files = [prompts or GENERAL_PROMPTS]
-    wanted = WantedSuites.of(files, [], Path("suites"), system=system, thinking=thinking, told="")
+    wanted = WantedSuites(files, [], Path("suites"), system=system, thinking=thinking)
     if not by.is_ours:
         if tree or seconds or not prompts:
             raise BadInput(f"--engine {engine}: needs --prompts, and takes no --tree and no --seconds")
@@ -122,7 +122,7 @@ def plan(
             prompts=files,
             chat=wanted.chat,
             max_new_tokens=max_new_tokens,
-            sampling={"temperature": temperature, "seed": 0},
+            temperature=temperature,
             repeats=2,
             window=draft_window,
             adapter=ServedAdapter.read(adapter) if adapter else None,

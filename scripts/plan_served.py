@@ -30,7 +30,6 @@ def plan_in_server(
     """Measure some K, forecast the others, measure the best of these, and write plan.json and report.html.
 
     Args: asked: with one drafter. lengths: K. limit: of questions, spread evenly. Raises: BadInput."""
-    wanted.check()
     [drafter], engine = asked.drafters, wanted.served_by
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)

@@ -81,8 +81,8 @@ def test_blocks_of_a_head_that_was_trained_anew_are_not_kept(saved_target, pytho
     """Its folder and the command are the same as those of the killed measurement."""
     target, found = Target.load(saved_target), list[Any]()
     wanted = WantedServers(EngineSetting(name="vllm", python=python))
-    heads, how = [str(tmp_path / "head")], {"prompts": [], "chat": DEFAULT_CHAT, "max_new_tokens": 8}
-    asked = WantedMeasurement(target=str(saved_target), heads=heads, num_draft_tokens=3, **how)
+    drafters, how = [f"head:{tmp_path / 'head'}"], {"prompts": [], "chat": DEFAULT_CHAT, "max_new_tokens": 8}
+    asked = WantedMeasurement(target=str(saved_target), drafters=drafters, num_draft_tokens=3, **how)
     head = build_head(head_class("eagle3").config_class(type="eagle3"), target)
     for moved in (0.0, 0.0, 1.0):
         shutil.rmtree(tmp_path / "head", ignore_errors=True)

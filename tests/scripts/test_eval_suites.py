@@ -162,7 +162,7 @@ def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, sa
 
 
 def test_a_drafter_may_have_a_k_of_its_own(saved_target):
-    drafts = WantedDrafts.of([], ["suffix@7", "ngram", "ngram:2@1"], ["chain"], 8, temperature=0.0)
+    drafts = WantedDrafts(["suffix@7", "ngram", "ngram:2@1"], ["chain"], 8, temperature=0.0)
     assert drafts.specs == ("suffix", "ngram", "ngram:2") and drafts.lengths == (7, None, 1)
     drafters = drafts.load(Target.load(saved_target))
     lengths = [each.setting(MeasureConfig(setting=chain(4))).num_draft_tokens for each in drafters]
