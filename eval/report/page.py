@@ -40,19 +40,19 @@ def render(report: Report, conclusion: Conclusion | None = None) -> str:
     """The page of a report. No script is in it, and nothing is fetched. Args: conclusion: default: `conclude`."""
     ours = report.results
     shown = [
-        sections.settings_section(report.results),
+        sections.settings_section(ours),
         sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
         acceptance_sections.domains_section(ours),
-        sections.failed_section(report.results),
+        sections.failed_section(ours),
         sections.time_section(ours),
         acceptance_sections.confidence_section(ours),
-        sections.environment_section({"value": report}, report.results),
+        sections.environment_section(report),
     ]
     return page_template("report.html.j2").render(
         target=replace(report.target, name=short_name(report.target.name)),
         environment=report.environment,
-        conclusion=conclusion or conclude(report.results),
+        conclusion=conclusion or conclude(ours),
         where=where_table(ours),
         divergences=divergences(ours),
         findings=findings_by_cause(report),

@@ -1,7 +1,7 @@
 """The parts of a page (`Section`, `Figure`), and the sections on speed, time, settings and surroundings."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
@@ -165,16 +165,13 @@ def failed_section(results: Sequence[Result]) -> Section:
     return Section("failed").add_table(caption, columns, rows[:MOST_FAILED], 3)
 
 
-def environment_section(reports: Mapping[str, Report], results: Sequence[Result] = ()) -> Section:
-    """Where and of what the reports were measured, by their names; and how the results were, where there are some."""
+def environment_section(report: Report) -> Section:
+    """Where and of what the report was measured, and how its results were."""
     section = Section("environment")
-    targets = [asdict(report.target) for report in reports.values()]
-    environments = [asdict(report.environment) for report in reports.values()]
-    for caption, sides in (("Target", targets), ("Environment", environments)):
-        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
-        section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
-    entries = [result.to_json() for result in results]
-    entries = [entry | entry["rendering"] for entry in entries]
+    for caption, known in (("Target", report.target), ("Environment", report.environment)):
+        rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(known).items()]
+        section.add_table(caption, ["key", "value"], rows)
+    entries = [entry | entry["rendering"] for entry in (result.to_json() for result in report.results)]
     shown = {
         key: dict.fromkeys(cell(None if entry[key] in ("", None, {}) else entry[key]) for entry in entries)
         for key in SETTINGS_SHOWN
