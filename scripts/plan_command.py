@@ -131,7 +131,7 @@ def plan(
     check_window(draft_window, parse_drafter(spec)[0])
     for name in trees or []:
         parse_tree(name)
-        if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
+        if parse_drafter(spec)[0] in ("ngram", "suffix"):
             raise BadInput(f"--tree {name}: look-ups draft chains")
     wanted.check(limit=None)
     device = device or default_device()
