@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...targets.target import Target
 from ..proof.lossless import LosslessReport, compare_texts
@@ -95,6 +94,6 @@ def check_texts(
                 else:  # there is nothing to hold the other text against
                     num_other, target = num_other + 1, None
             not_proved += target is None
-        whole += compare_texts([theirs], [ours], partial(list[int | None], [unproved]), numbers=[number])
+        whole += compare_texts([theirs], [ours], lambda unproved=unproved: [unproved], numbers=[number])
     is_other = num_held >= FEWEST_HELD and num_other > OTHER * num_held
     return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)

@@ -115,7 +115,7 @@ def test_one_head_is_measured_under_every_checkpoint_of_a_folder(
     headstart, saved_target, head_folder, checkpoints, words, tmp_path
 ):
     files = ["--target", saved_target, "--head", head_folder, "--prompts", words, "--checkpoint", checkpoints]
-    line = "eval --num-draft-tokens 2 --max-new-tokens 12 --repeats 1"
+    line = "eval --num-draft-tokens 2 --max-new-tokens 8 --repeats 1"
     code, out, err = headstart(line, *files, "--output", tmp_path / "out")
     assert code == 0, err
     report = json.loads((tmp_path / "out" / "report.json").read_text())

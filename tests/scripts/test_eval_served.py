@@ -37,7 +37,7 @@ def report_of(output):
 
 def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, saved_target, tmp_path, capsys):
     how = {"target": str(saved_target), "prompts": [rows], "max_new_tokens": 12, "repeats": 1, "concurrency": [1, 3]}
-    with listening(StandIn(step=0.01)) as plain, listening(StandIn(step=0.01, accepted=[2])) as drafting:
+    with listening(StandIn(step=0.005)) as plain, listening(StandIn(step=0.005, accepted=[2])) as drafting:
         how |= {"server": drafting, "baseline_server": plain, "slo": "ttft=1,tpot=500ms"}
         evaluate(**how, output=tmp_path / "out")
     report, page = report_of(tmp_path / "out")

@@ -19,7 +19,7 @@ GROUPS = ["writing", "math", "rag", "qa"]
 def asked(headstart, chat_target, tmp_path, monkeypatch):
     """asked("--suite x"): `headstart eval` of n-grams, few tokens each; exit code, stderr, report or None, stdout."""
     (tmp_path / "suites").mkdir()
-    rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS * 2)]
+    rows = [{"category": one, "turns": [f"w{5 + i} w6 w{5 + i}", "w7"]} for i, one in enumerate(GROUPS)]
     (tmp_path / "suites" / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
 
@@ -32,16 +32,21 @@ def asked(headstart, chat_target, tmp_path, monkeypatch):
     return call
 
 
-def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
-    _, _, report, _ = asked("--suite spec-bench --batch-size 1 --batch-size 4")
-    for entry in report["results"]:
-        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (8, 16, 16)
-    alone, page = report["results"][0], (tmp_path / "out" / "report.html").read_text()
-    assert alone["num_timed"] == 8 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
-    assert "16, the turns of 8" in page
+def test_every_turn_is_measured_in_batches_as_large_as_the_report_says(asked, tmp_path):
+    """The turns of four chats repeat until batches are full; figures have each once, intervals no such batch."""
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
-    code, _, report, _ = asked("--prompts mine.jsonl --overwrite")
-    assert report["results"][0]["num_chats"] == 1
+    _, _, report, _ = asked("--prompts mine.jsonl --suite spec-bench --batch-size 1 --batch-size 3 --batch-size 16")
+    single, entries = report["results"][0], report["results"][3:]
+    for entry in entries:
+        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (4, 8, 8)
+        assert len(entry["repetition"]["texts"]) == 8 and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
+    alone, threes, sixteen = entries
+    assert (alone["num_timed"], threes["num_timed"], sixteen["num_timed"]) == (4, 2, 1) and single["num_chats"] == 1
+    assert alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
+    assert threes["suite_digest"] == sixteen["suite_digest"]
+    assert "8, the turns of 4" in (tmp_path / "out" / "report.html").read_text()
+    rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
 
 
 def test_a_target_without_a_chat_template_is_measured_on_plain_continuations(asked, chat_target, tmp_path):
@@ -72,11 +77,10 @@ def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
         where = ""
     code, _, report, _ = asked(f"--suite spec-bench --system w30 {where}")
     [entry] = report["results"]
-    assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 16)
-    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 8
+    assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 8)
+    assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
     assert entry["rendering"]["system"] == "w30" and len(entry["rendering"]["template_hash"]) == 16
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Domains of spec-bench" in page
+    assert "Domains of spec-bench" in (tmp_path / "out" / "report.html").read_text()
     assert not (tmp_path / "out" / "measured.jsonl").exists()
 
 
@@ -84,22 +88,11 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "w5 w6", "domain": "own"}\n')
     code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --thinking off --limit 3")
     assert code == 2 and "mine.jsonl:1: a system prompt, thinking or recorded turns need a" in err and report is None
-    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 3")
-    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench, first 3"]
+    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 1")
+    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench, first 1"]
     assert "mine: rows of `prompt` are continued as plain text" in err and "spec-bench: rows" not in err
     code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1 --overwrite")
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
-
-
-def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
-    """The turns of eight chats repeat until batches are full; figures have each once, intervals no such batch."""
-    _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 16")
-    threes, sixteen = report["results"]
-    rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
-    assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
-    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, sixteen)] == [(16, 5), (16, 1)]
-    assert all(len(entry["repetition"]["texts"]) == 16 for entry in (threes, sixteen))
-    assert threes["suite_digest"] == sixteen["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 8
 
 
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
@@ -143,13 +136,13 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
     calls[:] = [1] * 100
     code, err, report, _ = asked("--suite spec-bench")
     assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
-    assert report["results"][0]["num_prompts"] == 16 and len(calls) == 100 + 2 + 2 * 14
+    assert report["results"][0]["num_prompts"] == 8 and len(calls) == 100 + 2 + 2 * 6
 
 
 def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, saved_target, prompts, tmp_path):
     folder = save_head(untrained("eagle3", Target.load(saved_target)), tmp_path / "head")
-    path = prompts(*({"prompt": f"w1 w{i} w9 w{i + 1}"} for i in range(3, 7)))
-    asked = f"eval --max-new-tokens 12 --repeats 1 --target {saved_target} --prompts {path} --output {tmp_path / 'out'}"
+    path = prompts({"prompt": "w1 w3 w9 w4"})
+    asked = f"eval --max-new-tokens 8 --repeats 1 --target {saved_target} --prompts {path} --output {tmp_path / 'out'}"
     code, _, err = headstart(f"{asked} --head {folder} --draft-window 3:1")
     assert code == 0, err
     [result] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]

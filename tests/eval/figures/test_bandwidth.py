@@ -119,12 +119,6 @@ def test_a_recurrent_layer_is_read_whole_whatever_the_context(tiny_target):
         assert cache_bytes(target, context) == 4 * (states + 2 * context * 2 * 8)
 
 
-def test_a_step_reads_the_weights_once_and_a_cache_per_row(tiny_target):
-    target = tiny_target("llama")
-    assert weight_bytes(target) == weight_bytes(target, num_tokens=3) == 4 * LLAMA
-    assert cache_bytes(target, 20) == 20 * 512
-
-
 def test_half_the_dtype_is_half_the_bytes(tiny_target):
     target = tiny_target("llama")
     target.model.bfloat16()
