@@ -23,7 +23,6 @@ OTHER_ENGINES = (
 
 
 def write_plan_page(folder: Path, planned: Plan, target: str, device: str) -> Path:
-    """Writes plan.html beside plan.json."""
     speedups, basis = plan_table(planned), Table("", ["", ""], [], 2)
     page = page_template("decision.html.j2").render(
         conclusion=plan_conclusion(planned),

@@ -61,7 +61,6 @@ def plan_in_server(
 
 
 def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
-    """A table of K by requests at a time."""
     console = PlainConsole()
     console.print(f"timed in {title}'s own server, which counted what it accepts", highlight=False)
     how = "speedup as measured; in brackets, forecast before it or instead"

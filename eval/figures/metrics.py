@@ -27,7 +27,6 @@ class Acceptance:
 
     @classmethod
     def nothing(cls, num_draft_tokens: int) -> "Acceptance":
-        """Counts of no rounds."""
         return cls(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
 
     @property
@@ -41,7 +40,6 @@ class Acceptance:
         return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        """The sums of both, for the same draft length."""
         tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
         rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
         offered = self.num_offered + other.num_offered

@@ -32,7 +32,6 @@ class ServedCell:
 
     @property
     def speedup(self) -> float:
-        """The measured one, else the forecast."""
         return self.measured_speedup or self.predicted_speedup or 0.0
 
 

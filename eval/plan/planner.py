@@ -178,7 +178,6 @@ class Planner:
         )
 
     def accept(self, suite: Suite, scope: Scope) -> list[Accepted]:
-        """What the texts accept of each chain and tree."""
         settings = [*chains(self.drafter, scope.lengths), *named_trees(scope.trees, self.target, self.drafter)]
         rows = min(max(scope.batch_sizes), len(suite.prompts))
         how = replace(self.config.measure, max_new_tokens=scope.tokens, batch_size=rows)

@@ -66,7 +66,6 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The setting in words."""
         return self.setting.name + (" by confidence" if self.is_by_confidence else "")
 
     @property
@@ -81,7 +80,6 @@ class Cell:
 
     @property
     def known_speedup(self) -> float:
-        """The measured one, else the predicted."""
         return self.measured_speedup or self.predicted_speedup or 0.0
 
     @property

@@ -70,14 +70,14 @@ def part_bars(result: Result, parts: dict[str, AcceptancePart]) -> list[Bar]:
         return []
     lengths = [(name, part.acceptance_length or 0.0, part.num_rounds) for name, part in parts.items()]
     where = f"{name_of(result)}, {result.suite}"
-    return [Bar(f"{where}: {name}", [length], f"{length:.2f} ({num} rounds)") for name, length, num in lengths]
+    return [Bar(f"{where}: {name}", length, f"{length:.2f} ({num} rounds)") for name, length, num in lengths]
 
 
 def add_lengths(section: Section, what: str, bars: Sequence[Bar], deepest: int) -> None:
     """Add a chart of acceptance lengths, if there is one to show."""
     if bars:
         title = f"Acceptance length by {what}"
-        chart = bar_chart(title, bars, most=deepest + 1.0, mark=1.0)
+        chart = bar_chart(title, bars, most=deepest + 1.0)
         section.figures.append(Figure(f"{title}; 1 is no draft accepted.", chart))
 
 

@@ -55,12 +55,10 @@ class Section:
 
 
 def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results by suite, in the report's order."""
     return grouped(results, lambda result: result.suite)
 
 
 def cell(value: Any) -> str:
-    """A value as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -129,9 +127,9 @@ def speed_section(ours: Sequence[Result]) -> Section:
     section = Section("speed")
     most = max([interval[1] for interval in map(interval_of, ours) if interval], default=1.0)
     for suite, results in by_suite(ours).items():
-        bars = [Bar(label(r), [r.speedup or 0.0], speedup_words(r), interval_of(r)) for r in results]
+        bars = [Bar(label(r), r.speedup or 0.0, speedup_words(r), interval_of(r)) for r in results]
         caption = f"Speedup on {suite}, with 95 % intervals. Right of the line at 1: faster than no drafts."
-        section.figures.append(Figure(caption, bar_chart(f"Speedup on {suite}", bars, most=most, mark=1.0)))
+        section.figures.append(Figure(caption, bar_chart(f"Speedup on {suite}", bars, most=most)))
     return section
 
 

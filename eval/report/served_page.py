@@ -265,7 +265,6 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
 
 
 def show_served(report: ServedReport, page: Path) -> None:
-    """Print the sentences and cautions."""
     from ...base.terminal import PlainConsole
 
     console = PlainConsole()

@@ -48,7 +48,6 @@ class TrainingRun:
 
 
 def runs_table(runs: Sequence[TrainingRun]) -> Table:
-    """A row for each run."""
     columns = ["run", "steps", "loss", "tokens per second", "best tokens per forward", "at step", "decoded"]
     rows = []
     for run in runs:
