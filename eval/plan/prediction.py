@@ -23,17 +23,8 @@ class Accepted:
 
     setting: DraftSetting
     counted: Acceptance
-    emitted: list[list[int]]  # of each prompt, the tokens that each of its rounds gave
-
-    @property
-    def rounds(self) -> list[int]:
-        """Rounds of each prompt, the prefill left out."""
-        return [len(row) for row in self.emitted]
-
-    @property
-    def tokens(self) -> list[int]:
-        """New tokens of each prompt, the prefill's one included."""
-        return [1 + sum(row) for row in self.emitted]
+    rounds: list[int]  # of each prompt, the prefill left out
+    tokens: list[int]  # new ones of each prompt, the prefill's one included
 
     @property
     def length(self) -> float:

@@ -45,11 +45,8 @@ class Times(StepTable):
 def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
     """A setting of which each round commits per_round tokens."""
     rounds = [round((new - 1) / per_round) for new in tokens]
-    emitted = [
-        [(new - 1) // num + (i < (new - 1) % num) for i in range(num)] for new, num in zip(tokens, rounds, strict=True)
-    ]
     counted = Acceptance(sum(rounds), round(sum(rounds) * per_round), [1] * length, [1] * length)
-    return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, emitted)
+    return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, rounds, list(tokens))
 
 
 def predicted(*settings, times=Times(), batch_sizes=(1,)):
