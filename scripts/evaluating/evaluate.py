@@ -170,7 +170,8 @@ def evaluate(
     drafters = [*(f"head:{folder}" for folder in head or []), *(drafter or [])]
     if not by.is_ours:
         told = {"suite": suite, "tree": tree, "batch-size": batch_size, "adapter": (adapter or [])[1:]}
-        told |= {"verify-cost": verify_cost, "accept": accept != "exact", "draft-window": server and draft_window}
+        told |= {"verify-cost": verify_cost, "accept": accept != "exact", "steps": steps}
+        told |= {"draft-window": server and draft_window}
         if option := next((option for option, value in told.items() if value), None):
             raise BadInput(f"--{option}: is not for servers; they take --head, --drafter and --prompts")
         if not prompts:
