@@ -78,13 +78,12 @@ class WantedDrafts:
                 build_drafters(self.specs, target, window=self.window), self.specs, self.lengths, strict=True
             )
         ]
+        names = ", ".join(named.name for named in drafters)
         for tree in self.trees:
             if not any(drafts_tree(target, named.drafter, tree) for named in drafters):
-                names = ", ".join(named.name for named in drafters)
                 who = f"not drafted by {names}" if target.decodes_trees else f"target {target.name} decodes chains only"
                 raise BadInput(f"--tree {tree}: {who}")
         if self.verify_cost and not any(named.drafter.estimates for named in drafters):
-            names = ", ".join(named.name for named in drafters)
             raise BadInput(f"--verify-cost {self.verify_cost}: none of {names} estimates what is accepted")
         return drafters
 

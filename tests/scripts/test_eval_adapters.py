@@ -28,30 +28,21 @@ def merged(folder, adapter, output):
 
 
 @pytest.mark.slow
-def test_each_adapter_has_a_result_beside_the_target(headstart, saved_target, head_folder, lora, words, tmp_path):
+def test_each_adapter_has_the_figures_of_the_target_that_it_is_merged_into(
+    headstart, saved_target, head_folder, lora, words, tmp_path
+):
     adapters = [lora(saved_target, seed=1), lora(saved_target, seed=2)]
     given = [word for adapter in adapters for word in ("--adapter", adapter)]
     files = ["--target", saved_target, "--head", head_folder, "--prompts", words]
-    code, out, _ = headstart(f"eval {HOW}", *files, *given, "--output", tmp_path / "all")
+    assert headstart(f"eval {HOW}", *files, *given, "--output", tmp_path / "all")[0] == 0
     report = json.loads((tmp_path / "all" / "report.json").read_text())
-    results = [entry for entry in report["results"] if entry["drafter"] == "ngram"]
-    names = ["prompts", *(f"prompts under {adapter.name}" for adapter in adapters)]
-    assert code == 0 and [entry["suite"] for entry in results] == names
     assert len(report["results"]) == 6, "the head is measured under each as well, though trained without"
-    assert report["target"]["fingerprint"] == Target.load(saved_target).fingerprint
-    assert report["target"]["adapter"] is None is results[0]["adapter"]
-    said = [entry["adapter"] for entry in results[1:]]
-    assert [(entry["path"], entry["base"]) for entry in said] == [(str(path), str(saved_target)) for path in adapters]
-    assert said[0]["fingerprint"] != said[1]["fingerprint"]
-    for entry in report["results"]:
-        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 4, "each held against its own target"
-    page = (tmp_path / "all" / "report.html").read_text()
-    assert all(name in page for name in names)
-    # the screen shortens a name by its middle where the figures beside it are wide
-    assert all(adapter.name[-4:] in out for adapter in adapters)
+    plain, *results = [entry for entry in report["results"] if entry["drafter"] == "ngram"]
+    assert report["target"]["adapter"] is None is plain["adapter"]
     rounds = [json.loads(line) for line in (tmp_path / "all" / "rounds.jsonl").read_text().splitlines()]
-    assert {row["suite"] for row in rounds} == set(names)
-    for adapter, entry in zip(adapters, results[1:], strict=True):
+    assert {row["suite"] for row in rounds} == {"prompts", *(entry["suite"] for entry in results)}
+    for adapter, entry in zip(adapters, results, strict=True):
+        assert (entry["suite"], entry["adapter"]["path"]) == (f"prompts under {adapter.name}", str(adapter))
         folder = merged(saved_target, adapter, tmp_path / f"merged-{adapter.name}")
         alone = ["--target", folder, "--prompts", words, "--output", tmp_path / f"alone-{adapter.name}"]
         assert headstart(f"eval {HOW}", *alone)[0] == 0
