@@ -163,9 +163,7 @@ async def run_block(asker: Asker, questions: Sequence[Question], load: Load, *, 
         for index in range(len(numbers)):
             at += source.expovariate(load.rate or 1.0)
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - start)))
-            running.append(
-                one(index, due=at) if index + 1 == len(numbers) else asyncio.ensure_future(one(index, due=at))
-            )
+            running.append(asyncio.ensure_future(one(index, due=at)))
         await together(*running)
         block.full = time.perf_counter() - start
 

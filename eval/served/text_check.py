@@ -27,14 +27,10 @@ class PromptCheck:
 
     @classmethod
     def of(cls, questions: Sequence[Question], theirs: Mapping[int, list[int] | None]) -> "PromptCheck":
-        same, other, unknown = [], [], 0
-        for number, ids in theirs.items():
-            ours = questions[number].ids
-            if ids is None or ours is None:
-                unknown += 1
-            else:
-                (same if ids == ours else other).append(number)
-        return cls(len(same), len(other), unknown, questions[other[0]].row if other else "")
+        pairs = [(questions[number], ids) for number, ids in theirs.items()]
+        known = [(question, ids) for question, ids in pairs if ids is not None and question.ids is not None]
+        other = [question.row for question, ids in known if ids != question.ids]
+        return cls(len(known) - len(other), len(other), len(pairs) - len(known), other[0] if other else "")
 
 
 @dataclass(frozen=True)
