@@ -85,9 +85,6 @@ def test_what_is_not_lossless_or_not_measured_does_not_win():
 )
 def test_what_differs_besides_the_heads_is_said(other, warning):
     assert any(warning in line for line in unlike([evaluation("a", entry()), other]))
-
-
-def test_like_evaluations_have_no_warning():
     assert unlike([evaluation("a", entry()), evaluation("b", entry(2.0, 1.8, 2.2))]) == []
 
 
