@@ -4,8 +4,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from rich.cells import cell_len
+from unicodedata import combining, east_asian_width
 
 from .charts import shortened
 from .conclusion import Conclusion, Table
@@ -96,6 +95,11 @@ def table_lines(table: Table) -> tuple[list[str], list[str]]:
     joined = [joined_cells(cells, widths, gap=gap, num_labels=table.num_labels) for cells in (*heads, *rows)]
     caption = ["", *wrapped(table.caption)] if table.caption else [""]
     return [*caption, *joined[:height]], joined[height:]
+
+
+def cell_len(text: str) -> int:
+    """The columns that a text takes in a terminal."""
+    return sum(2 if east_asian_width(letter) in "WF" else not combining(letter) for letter in text)
 
 
 def width_of(title: str, most: int) -> int:
