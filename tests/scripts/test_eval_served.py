@@ -98,7 +98,8 @@ def test_blocks_of_a_drafter_that_was_trained_anew_are_not_kept(what, saved_targ
     else:
         shutil.copytree(saved_target, drafter)
     spec = f"{'head' if is_head else 'draft-model'}:{drafter}@3"
-    how = {"drafters": ["ngram@2"], "baseline": spec} if what == "baseline" else {"drafters": [spec]}
+    how: dict[str, Any] = {"drafters": [spec]}
+    how = {"drafters": ["ngram@2"], "baseline": spec} if what == "baseline" else how
     asked = WantedMeasurement(target=str(saved_target), prompts=[], chat=DEFAULT_CHAT, max_new_tokens=8, **how)
     for moved in (0.0, 0.0, 1.0):
         if moved and what == "head with a window":
