@@ -109,7 +109,7 @@ def plan(
     measure = MeasureConfig(max_new_tokens=max_new_tokens, temperature=temperature, num_repeats=2)
     config = PlanConfig(measure=measure, lengths=lengths, trees=trees, batch_sizes=sizes)
     files = [prompts or GENERAL_PROMPTS]
-    wanted = WantedSuites.of(files, [], Path("suites"), system=system, thinking=thinking, told="")
+    wanted = WantedSuites(files, [], Path("suites"), system=system, thinking=thinking)
     if not by.is_ours:
         if tree or seconds or not prompts:
             raise BadInput(f"--engine {engine}: needs --prompts, and takes no --tree and no --seconds")
@@ -122,7 +122,7 @@ def plan(
             prompts=files,
             chat=wanted.chat,
             max_new_tokens=max_new_tokens,
-            sampling={"temperature": temperature, "seed": 0},
+            temperature=temperature,
             repeats=2,
             window=draft_window,
             adapter=ServedAdapter.read(adapter) if adapter else None,
@@ -131,7 +131,7 @@ def plan(
     check_window(draft_window, parse_drafter(spec)[0])
     for name in trees or []:
         parse_tree(name)
-        if name != "chain" and parse_drafter(spec)[0] in ("ngram", "suffix"):
+        if parse_drafter(spec)[0] in ("ngram", "suffix"):
             raise BadInput(f"--tree {name}: look-ups draft chains")
     wanted.check(limit=None)
     device = device or default_device()

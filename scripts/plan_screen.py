@@ -7,15 +7,14 @@ from typing import Any
 
 from ..base.files import write_text
 from ..eval.figures.metrics import LEAST_TIMED
-from ..eval.plan.plan import Plan
+from ..eval.plan.planner import Plan
 from ..eval.plan.prediction import Cell, RecommendedCell
-from ..eval.report.conclusion import Conclusion
+from ..eval.report.conclusion import Conclusion, Table
 from ..eval.report.page import page_template
 from ..eval.report.results.document import short_name
 from ..eval.report.results.drafter_words import drafter_words
 from ..eval.report.results.one_result import counted_words, requests_words
 from ..eval.report.screen import show_conclusion
-from ..eval.report.table import Table
 
 OTHER_ENGINES = (
     "Timed in our own engine: rounds of vLLM and SGLang cost something else (8 requests at a time, one EAGLE-3 head: "
@@ -24,7 +23,6 @@ OTHER_ENGINES = (
 
 
 def write_plan_page(folder: Path, planned: Plan, target: str, device: str) -> Path:
-    """Writes plan.html beside plan.json."""
     speedups, basis = plan_table(planned), Table("", ["", ""], [], 2)
     page = page_template("decision.html.j2").render(
         conclusion=plan_conclusion(planned),

@@ -14,7 +14,8 @@ from ..base.terminal import PlainConsole
 from ..eval.measurement.resume import BatchStore
 from ..eval.plan.accepting import evenly
 from ..eval.plan.budget import at_doublings
-from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, forecast_error, rates_in, write_plan
+from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, rates_in, write_plan
+from ..eval.plan.prediction import errors
 from ..eval.report.results.drafter_words import served_words
 from ..eval.report.served_page import ServedReport, show_served, write_served
 from ..eval.served.questions import Questions
@@ -29,7 +30,6 @@ def plan_in_server(
     """Measure some K, forecast the others, measure the best of these, and write plan.json and report.html.
 
     Args: asked: with one drafter. lengths: K. limit: of questions, spread evenly. Raises: BadInput."""
-    wanted.check()
     [drafter], engine = asked.drafters, wanted.served_by
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
@@ -61,7 +61,6 @@ def plan_in_server(
 
 
 def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
-    """A table of K by requests at a time."""
     console = PlainConsole()
     console.print(f"timed in {title}'s own server, which counted what it accepts", highlight=False)
     how = "speedup as measured; in brackets, forecast before it or instead"
@@ -75,7 +74,7 @@ def show_cells(title: str, drafter: str, cells: Sequence[ServedCell]) -> None:
         length = next(cell.acceptance_length for cell in here if cell)
         table.add_row(str(num), f"{length:.2f}", *map(cell_text, here))
     console.print(table)
-    if (check := forecast_error(cells)).num_cells:
+    if (check := errors(cells)).num_cells:
         console.print(f"forecast against measurement in {check.words}", highlight=False)
 
 

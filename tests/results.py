@@ -8,6 +8,13 @@ from typing import Any
 
 from headstart.eval.measurement.result import RenderedChats, Result
 
+TRAINED = {  # of a head's own record
+    "max_length": 256, "num_depths": 3, "template_hash": "aa",
+    "prompt_ending": {"token_ids": [4], "text": "<|assistant|>"},
+    "target_dtype": "float32", "target_quantization": None,
+    "answers": [{"temperature": 0.7, "top_p": 1.0, "top_k": 0, "thinking": True}],
+}  # fmt: skip
+
 
 def made_result(**changes: Any) -> Result:
     """Of EAGLE-3, greedy chains of three on 20 prompts of one suite. Args: changes: fields with other values."""

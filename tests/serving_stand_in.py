@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -19,13 +18,13 @@ class StandIn:
     """step: seconds per forward. accepted: of `length` drafts each, one entry a round; empty: it drafts nothing.
     fault(number of the question, body): `drop`, `hang`, (status, headers, text), or nothing."""
 
-    def __init__(self, *, step=0.001, accepted=(), noise=0.0, fault=None, counters=True, model="M", key="",
-                 style="vllm", other_template=False, ids=True, usage=True, started=None, seed=0, other_text=(),
+    def __init__(self, *, step=0.001, accepted=(), fault=None, counters=True, model="M", key="",
+                 style="vllm", other_template=False, ids=True, usage=True, started=None, other_text=(),
                  length=4):  # fmt: skip
-        self.step, self.accepted, self.noise, self.fault = step, list(accepted), noise, fault or (lambda *_: None)
+        self.step, self.accepted, self.fault = step, list(accepted), fault or (lambda *_: None)
         self.has_counters, self.key, self.style = counters, key, style
         self.other_template, self.gives_ids, self.other_text = other_template, ids, set(other_text)
-        self.source, self.bodies, self.num_now, self.most_at_once = random.Random(seed), [], 0, 0
+        self.bodies, self.num_now, self.most_at_once = [], 0, 0
         self.gives_usage, self.started = usage, started
         self.states = None  # a FakeServer
         self.names = [model]  # by which it may be asked
@@ -132,9 +131,9 @@ class StandIn:
         if self.other_template:
             prompt = [9, *prompt]
         new = self.new_ids(asked)
-        at, turn, slow = 0, 0, 1 + self.noise * self.source.uniform(-1, 1)
+        at, turn = 0, 0
         while at < len(new):
-            await asyncio.sleep(self.step * slow)
+            await asyncio.sleep(self.step)
             count = 1
             if at and self.accepted:
                 taken = self.accepted[turn % len(self.accepted)]

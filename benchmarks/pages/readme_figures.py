@@ -68,12 +68,12 @@ def chart(results: Path) -> str:
     """SVG: the speedups of all families in one domain."""
     entries = measured(results, FUNCTIONS)
     bars = [
-        Bar(name, [entries[key]["speedup"]], speedup(entries[key]), entries[key]["speedup_ci95"])
+        Bar(name, entries[key]["speedup"], speedup(entries[key]), entries[key]["speedup_ci95"])
         for key, name in IN_CHART.items()
         if key in entries
     ]
-    bars.sort(key=lambda bar: -bar.parts[0])
-    picture = bar_chart(f"Speedup by drafter, {FUNCTIONS}", bars, mark=1.0)
+    bars.sort(key=lambda bar: -bar.value)
+    picture = bar_chart(f"Speedup by drafter, {FUNCTIONS}", bars)
     return page_template("compare.svg.j2").render(charts=[picture], width=WIDTH + 20, height=20 + 34 * len(bars))
 
 

@@ -20,9 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ...base.files import write_text
 from ...engines.heads import build_head, save_head
 from ...engines.servers.how_to_serve import how_to_serve
-from ...eval.report.conclusion import conclude
 from ...eval.report.console import results_table
-from ...eval.report.recommendation import recommend
+from ...eval.report.recommendation import best_deployable, conclude
 from ...eval.report.results.document import read_report
 from ...eval.report.screen import screen_lines
 from ...heads.eagle3 import Eagle3Config
@@ -71,7 +70,7 @@ QUICKSTART = """headstart eval --target runs/quickstart/target --drafter head:ru
 def quickstart() -> list[str]:
     """Of a run of the quickstart on two CPU cores."""
     results = read_report(RESULTS / "quickstart" / "report.json").results
-    best = recommend(results).best
+    best = best_deployable(results)
     assert best is not None
     answers = "runs/quickstart/data/answers/answers.jsonl"
     length, target = best.num_draft_tokens, "runs/quickstart/target"

@@ -85,7 +85,6 @@ class TargetInfo:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU or the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else (processor_name() or "cpu")
 
 

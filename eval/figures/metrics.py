@@ -27,7 +27,6 @@ class Acceptance:
 
     @classmethod
     def nothing(cls, num_draft_tokens: int) -> "Acceptance":
-        """Counts of no rounds."""
         return cls(0, 0, [0] * num_draft_tokens, [0] * num_draft_tokens)
 
     @property
@@ -41,7 +40,6 @@ class Acceptance:
         return [taken / tried if tried else None for taken, tried in zip(self.taken, self.tried, strict=True)]
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        """The sums of both, for the same draft length."""
         tried, taken = zip(self.tried, other.tried, strict=True), zip(self.taken, other.taken, strict=True)
         rounds, committed = self.num_rounds + other.num_rounds, self.num_committed + other.num_committed
         offered = self.num_offered + other.num_offered
@@ -94,9 +92,6 @@ def row_seconds(round_: Round) -> float:
     return round_.seconds * sum(num > 0 for num in round_.num_committed) / len(round_.num_committed)
 
 
-Estimates = Sequence[tuple[float, bool]]  # of drafts that were reached and verified: the estimate, whether accepted
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Calibration of the estimates of drafts that were reached and verified. For each tenth of the estimates: number of
@@ -116,48 +111,28 @@ class Calibration:
 
 def calibration(rounds: Iterable[Round], *, verified: float | None) -> Calibration | None:
     """The calibration of the estimates of rounds; None if there are none. Args: verified: as `Calibration` has it."""
-    every: list[tuple[float, bool]] = []
+    every: list[tuple[float, bool]] = []  # of drafts that were reached and verified: the estimate, whether accepted
     for round_ in rounds:
         for (accepted, committed, offered), estimates in zip(row_counts(round_), round_.estimates, strict=False):
             reached = estimates[: min(accepted + 1, committed, offered)]
             every += [(estimate, k < accepted) for k, estimate in enumerate(reached)]
     if not every:
         return None
-    tenths = by_tenth(every)
-    estimated, accepted_share = zip(*map(means_of, tenths), strict=True)
-    return Calibration(
-        list(map(len, tenths)),
-        list(estimated),
-        list(accepted_share),
-        *calibration_errors(every),
-        verified=verified,
-    )
-
-
-def by_tenth(pairs: Estimates) -> list[Estimates]:
-    """The estimates from 0 to 0.1, from 0.1 to 0.2, ..."""
     tenths: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
-    for pair in pairs:
+    for pair in every:
         tenths[min(int(10 * pair[0]), 9)].append(pair)
-    return list(tenths)
-
-
-def means_of(pairs: Estimates) -> tuple[float | None, float | None]:
-    """The mean estimate, and the share accepted; None, None of nothing."""
-    if not pairs:
-        return None, None
-    estimates, taken = zip(*pairs, strict=True)
-    return round(fmean(estimates), 4), round(fmean(taken), 4)
-
-
-def calibration_errors(pairs: Estimates) -> tuple[float, float]:
-    """`error` and `error_by_chance` of `Calibration`. By chance, a tenth's accepted drafts are off by a normal number
-    with the variance of so many coins, whose mean size is sqrt(2 / pi) standard deviations."""
-    apart, chance = 0.0, 0.0
-    for tenth in by_tenth(pairs):
-        apart += abs(sum(estimate - is_taken for estimate, is_taken in tenth))
-        chance += sqrt(2 / pi * sum(estimate * (1 - estimate) for estimate, _ in tenth))
-    return round(apart / max(len(pairs), 1), 4), round(chance / max(len(pairs), 1), 4)
+    apart = sum(abs(sum(estimate - is_taken for estimate, is_taken in tenth)) for tenth in tenths)
+    # a tenth's accepted drafts are off by a normal number with the variance of so many coins, whose mean size is
+    # sqrt(2 / pi) standard deviations
+    by_chance = sum(sqrt(2 / pi * sum(estimate * (1 - estimate) for estimate, _ in tenth)) for tenth in tenths)
+    return Calibration(
+        [len(tenth) for tenth in tenths],
+        [round(fmean(estimate for estimate, _ in tenth), 4) if tenth else None for tenth in tenths],
+        [round(fmean(is_taken for _, is_taken in tenth), 4) if tenth else None for tenth in tenths],
+        round(apart / len(every), 4),
+        round(by_chance / len(every), 4),
+        verified,
+    )
 
 
 def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: int) -> Acceptance:

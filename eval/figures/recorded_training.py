@@ -23,7 +23,6 @@ class LearntPrompts:
 
     @classmethod
     def of(cls, texts: Iterable[str], *, num_rows: int) -> "LearntPrompts":
-        """Hashes prompts given as text."""
         return cls("".join(sorted({prompt_hash(text) for text in texts})), num_rows)
 
     @property
@@ -31,12 +30,10 @@ class LearntPrompts:
         return max(1.0, self.num_rows / max(MOST_RECORDED, len(self.known())))
 
     def __add__(self, other: "LearntPrompts") -> "LearntPrompts":
-        """The prompts of both."""
         both, rows = self.known() | other.known(), max(self.rows_per_recorded, other.rows_per_recorded)
         return LearntPrompts("".join(sorted(both)), round(len(both) * rows))
 
     def known(self) -> set[str]:
-        """The hashes, each by itself."""
         size = 2 * HASH_BYTES
         return {self.hashes[at : at + size] for at in range(0, len(self.hashes), size)}
 

@@ -62,7 +62,7 @@ def accepted_by(
             for text in texts
             for row in range(len(text.token_ids))
         ]
-        accepted.append(Accepted(setting, counted, emitted))
+        accepted.append(Accepted(setting, counted, list(map(len, emitted)), [1 + sum(row) for row in emitted]))
         on_setting()
     return accepted
 

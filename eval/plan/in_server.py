@@ -13,8 +13,8 @@ from ..measurement.step_times import interpolate
 from ..report.results.one_result import grouped
 from ..report.served_page import measured_schedule
 from ..served.served_result import ServedResult
-from .plan import SCHEMA_VERSION
-from .prediction import CheckSummary, errors, expected_length
+from .planner import SCHEMA_VERSION
+from .prediction import errors, expected_length
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class ServedCell:
 
     @property
     def speedup(self) -> float:
-        """The measured one, else the forecast."""
         return self.measured_speedup or self.predicted_speedup or 0.0
 
 
@@ -102,11 +101,6 @@ def checked(cells: Sequence[ServedCell], results: Sequence[ServedResult]) -> lis
     ]
 
 
-def forecast_error(cells: Sequence[ServedCell]) -> CheckSummary:
-    """How far forecasts lie from what was measured."""
-    return errors((cell.predicted_speedup, cell.measured_speedup) for cell in cells)
-
-
 def write_plan(
     folder: Path,
     engine: str,
@@ -120,7 +114,7 @@ def write_plan(
     Args: results: what was measured."""
     told: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "engine": engine, "drafter": drafter}
     told |= {"acceptance_rate": list(rates), "cells": [vars(cell) for cell in cells]}
-    write_json(folder / "plan.json", {**told, "check": vars(forecast_error(cells))})
+    write_json(folder / "plan.json", {**told, "check": vars(errors(cells))})
     if engine == "sglang" and cells:
         write_json(folder / "sps_table.json", steps_per_second(cells))
         write_json(folder / "adaptive.json", steps_by_batch_size(results))

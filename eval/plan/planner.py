@@ -6,7 +6,8 @@ measured by decoding. How much is decoded and timed is chosen once, at the start
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ...base.doing import doing
 from ...engines.vllm import VLLM
@@ -24,16 +25,93 @@ from ..measurement.step_times import (
     most_new_tokens,
     relative_verify_cost,
 )
+from ..proof.config import MeasureConfig, check_length
 from ..proof.runner import Contender
 from ..report.results.drafter_words import drafter_words
 from ..suites.prompts import Suite
 from .accepting import accepted_by, evenly, named_trees
 from .budget import FEWEST_ROUNDS, SAFETY, Budget, Costs, Scope, at_doublings, fit_scope, probe
-from .engine_settings import for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
-from .plan import DEFAULT_TREES, Plan, PlanConfig, Spent
-from .prediction import Accepted, Cell, Workload, errors, predict_cells, recommend_cells, shortlist
+from .engine_settings import ScheduleRange, for_llamacpp, for_sglang, measured_lengths, schedule_for_vllm
+from .prediction import (
+    Accepted,
+    Cell,
+    CheckSummary,
+    RecommendedCell,
+    Workload,
+    errors,
+    predict_cells,
+    recommend_cells,
+    shortlist,
+)
 
+SCHEMA_VERSION = 3
+DEFAULT_TREES = ("dynamic:8", "dynamic:16")
 TIMING_SHARE = 0.3  # of the seconds that are left: within it further passes of step times begin
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """What to consider."""
+
+    measure: MeasureConfig  # how texts are decoded
+    lengths: Sequence[int] = tuple(range(1, 9))  # K of chains
+    trees: Sequence[str] | None = None  # dynamic:NODES; None: DEFAULT_TREES, where the drafter drafts trees
+    batch_sizes: Sequence[int] = (1, 4, 16)
+
+    def __post_init__(self) -> None:
+        for length in self.lengths:
+            check_length(length, self.measure.max_new_tokens)
+
+    @property
+    def num_shapes(self) -> int:
+        """Shapes of rounds that are run, about."""
+        trees = DEFAULT_TREES if self.trees is None else self.trees
+        return len(self.batch_sizes) * (1 + len(self.lengths) + len(trees))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """The time of a plan, and what was left out to keep to it, as plan.json has both."""
+
+    seconds: float  # that it had
+    seconds_used: float
+    seconds_loading: float  # the target, which is not counted
+    num_prompts_given: int
+    max_new_tokens_given: int
+    left_out: list[str]
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What `headstart plan` finds. docs/reference/report_schema.md defines every key of plan.json."""
+
+    drafter: str
+    suite: str
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    acceptance: list[Accepted]
+    step_times: list[StepTime]
+    cells: list[Cell]
+    check: CheckSummary
+    recommendation: list[RecommendedCell]
+    vllm_schedule: list[ScheduleRange]
+    sglang_flags: str | None
+    llamacpp_flags: str | None
+    budget: Spent
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json, but for environment and target."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **vars(self),
+            "acceptance": [accepted.to_json() for accepted in self.acceptance],
+            "step_times": [time.as_json() for time in self.step_times],
+            "cells": [cell.to_json() for cell in self.cells],
+            "check": asdict(self.check),
+            "recommendation": [advice.to_json() for advice in self.recommendation],
+            "budget": asdict(self.budget),
+        }
 
 
 @dataclass
@@ -84,7 +162,7 @@ class Planner:
             acceptance=accepted,
             step_times=measured,
             cells=cells,
-            check=errors((cell.predicted_speedup, cell.measured_speedup) for cell in cells),
+            check=errors(cells),
             recommendation=recommend_cells(cells),
             budget=Spent(
                 seconds=budget.seconds,
@@ -100,7 +178,6 @@ class Planner:
         )
 
     def accept(self, suite: Suite, scope: Scope) -> list[Accepted]:
-        """What the texts accept of each chain and tree."""
         settings = [*chains(self.drafter, scope.lengths), *named_trees(scope.trees, self.target, self.drafter)]
         rows = min(max(scope.batch_sizes), len(suite.prompts))
         how = replace(self.config.measure, max_new_tokens=scope.tokens, batch_size=rows)

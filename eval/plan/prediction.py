@@ -23,17 +23,8 @@ class Accepted:
 
     setting: DraftSetting
     counted: Acceptance
-    emitted: list[list[int]]  # of each prompt, the tokens that each of its rounds gave
-
-    @property
-    def rounds(self) -> list[int]:
-        """Rounds of each prompt, the prefill left out."""
-        return [len(row) for row in self.emitted]
-
-    @property
-    def tokens(self) -> list[int]:
-        """New tokens of each prompt, the prefill's one included."""
-        return [1 + sum(row) for row in self.emitted]
+    rounds: list[int]  # of each prompt, the prefill left out
+    tokens: list[int]  # new ones of each prompt, the prefill's one included
 
     @property
     def length(self) -> float:
@@ -66,7 +57,6 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The setting in words."""
         return self.setting.name + (" by confidence" if self.is_by_confidence else "")
 
     @property
@@ -81,7 +71,6 @@ class Cell:
 
     @property
     def known_speedup(self) -> float:
-        """The measured one, else the predicted."""
         return self.measured_speedup or self.predicted_speedup or 0.0
 
     @property
@@ -257,7 +246,8 @@ def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     return advice
 
 
-def errors(speedups: Iterable[tuple[float | None, float | None]]) -> CheckSummary:
-    """How far predictions lie from what was measured. Args: speedups: of each cell, as predicted and as measured."""
+def errors(cells: Iterable[Any]) -> CheckSummary:
+    """How far predictions lie from what was measured. Args: cells: each has a predicted and a measured speedup."""
+    speedups = [(cell.predicted_speedup, cell.measured_speedup) for cell in cells]
     apart = [abs(predicted / measured - 1) for predicted, measured in speedups if predicted and measured]
     return CheckSummary(len(apart), rounded(median(apart)), rounded(max(apart))) if apart else CheckSummary(0)

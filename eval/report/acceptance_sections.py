@@ -65,23 +65,20 @@ def same_ranges(by_context: dict[str, AcceptancePart]) -> dict[str, AcceptancePa
 
 
 def part_bars(result: Result, parts: dict[str, AcceptancePart]) -> list[Bar]:
-    """Bars of a result's parts, if there are several."""
+    """Bars of a result's parts, if there are several: acceptance lengths, and over how many rounds."""
+    if len(parts) < 2:
+        return []
+    lengths = [(name, part.acceptance_length or 0.0, part.num_rounds) for name, part in parts.items()]
     where = f"{name_of(result)}, {result.suite}"
-    return [length_bar(f"{where}: {name}", part) for name, part in parts.items()] if len(parts) > 1 else []
+    return [Bar(f"{where}: {name}", length, f"{length:.2f} ({num} rounds)") for name, length, num in lengths]
 
 
 def add_lengths(section: Section, what: str, bars: Sequence[Bar], deepest: int) -> None:
     """Add a chart of acceptance lengths, if there is one to show."""
     if bars:
         title = f"Acceptance length by {what}"
-        chart = bar_chart(title, bars, most=deepest + 1.0, mark=1.0)
+        chart = bar_chart(title, bars, most=deepest + 1.0)
         section.figures.append(Figure(f"{title}; 1 is no draft accepted.", chart))
-
-
-def length_bar(name: str, part: AcceptancePart) -> Bar:
-    """An acceptance length, and over how many rounds."""
-    length = part.acceptance_length or 0.0
-    return Bar(name, [length], f"{length:.2f} ({part.num_rounds} rounds)")
 
 
 def domains_section(ours: Sequence[Result]) -> Section:

@@ -14,10 +14,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. parts: lengths, drawn end to end. text: printed behind them."""
+    """A row of a bar chart. text: printed behind it."""
 
     label: str
-    parts: Sequence[float]
+    value: float
     text: str
     interval: Interval | None = None
 
@@ -30,29 +30,23 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-def bar_chart(title: str, bars: Sequence[Bar], *, most: float | None = None, mark: float | None = None) -> Markup:
-    """Horizontal bars, each below its label.
+def bar_chart(title: str, bars: Sequence[Bar], *, most: float = 0.0) -> Markup:
+    """Horizontal bars, each below its label, and a vertical line at 1.
 
-    Args: most: the value that fills the width, at least; default: the largest here. mark: a value with a vertical line.
+    Args: most: the value that fills the width, at least; default: the largest here.
     """
-    ends = [max(sum(bar.parts), bar.interval[1] if bar.interval else 0.0) for bar in bars]
-    most = max([most or 0.0, mark or 0.0, *ends]) or 1.0
-    scale, top = (WIDTH - 120) / most, 14 if mark is not None else 0
-    height = top + 34 * len(bars)
-    elements = [] if mark is None else [text_at(mark * scale, 9, f"{mark:g}", css="small")]
+    ends = [max(bar.value, bar.interval[1] if bar.interval else 0.0) for bar in bars]
+    one = (WIDTH - 120) / max(most, 1.0, *ends)  # the width of a bar of 1
+    elements = [text_at(one, 9, "1", css="small")]
     for i, (bar, end) in enumerate(zip(bars, ends, strict=True)):
-        y, x = top + 34 * i, 0.0
+        y = 14 + 34 * i
         elements.append(text_at(0, y + 12, shortened(bar.label)))
-        if mark is not None:  # beside the bar, not through its label
-            elements.append(element("line", css="mark", x1=mark * scale, x2=mark * scale, y1=y + 15, y2=y + 33))
-        for colour, part in enumerate(bar.parts):
-            width = max(part, 0.0) * scale
-            elements.append(element("rect", css=f"c{colour % NUM_COLOURS}", x=x, y=y + 17, width=width, height=10))
-            x += width
+        elements.append(element("line", css="mark", x1=one, x2=one, y1=y + 15, y2=y + 33))  # not through its label
+        elements.append(element("rect", css="c0", x=0.0, y=y + 17, width=bar.value * one, height=10))
         if bar.interval:
-            elements.append(whisker([value * scale for value in bar.interval], at=y + 22.0))
-        elements.append(text_at(max(end, mark or 0.0) * scale + 6, y + 26, bar.text, css="value"))
-    return svg(title, height, elements)
+            elements.append(whisker([value * one for value in bar.interval], at=y + 22.0))
+        elements.append(text_at(max(end, 1.0) * one + 6, y + 26, bar.text, css="value"))
+    return svg(title, 14 + 34 * len(bars), elements)
 
 
 def line_chart(
@@ -61,14 +55,14 @@ def line_chart(
     *,
     axis: str,
     ticks: Sequence[str] = (),
-    most: float | None = None,
+    most: float = 0.0,
     mark: float | None = None,
 ) -> Markup:
     """Series from 0 up, with their names below; without ticks over numbers from 0, with the last value of each.
 
-    Args: axis: what x is. ticks: names along it. most, mark: as of `bar_chart`.
+    Args: axis: what x is. ticks: names along it. most: as of `bar_chart`. mark: a value with a dashed line.
     """
-    most = max([most or 0.0, mark or 0.0, *(y for line in lines for _, y in line.points)]) or 1.0
+    most = max([most, mark or 0.0, *(y for line in lines for _, y in line.points)]) or 1.0
     most_x = max((x for line in lines for x, _ in line.points), default=0.0) or 1.0
     labels = dict(enumerate(ticks)) if ticks else {value: f"{value:g}" for value in round_steps(most_x)}
     scale, start = ((WIDTH - LEFT) / len(ticks), 0.5) if ticks else ((WIDTH - LEFT - 10) / most_x, 0.0)
@@ -121,7 +115,6 @@ def whisker(ends: Sequence[float], *, at: float) -> Markup:
 
 
 def text_at(x: float, y: float, text: str, *, css: str | None = None) -> Markup:
-    """Escaped text."""
     return element("text", escape(text), css=css, x=x, y=y)
 
 
@@ -153,5 +146,4 @@ def shortened(text: str, *, most: int = 54) -> str:
 
 
 def fixed(value: float) -> str:
-    """A coordinate with one decimal."""
     return f"{value:.1f}".removesuffix(".0")

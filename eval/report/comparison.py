@@ -76,16 +76,11 @@ def standings(evaluations: Sequence[NamedReport]) -> list[Standing]:
     """By suite, batch size and temperature."""
     measured = [(evaluation.name, result) for evaluation in evaluations for result in evaluation.results]
     kinds = grouped(measured, lambda item: (item[1].suite, item[1].batch_size, item[1].temperature))
-    return [
-        standing(traffic_words(suite, size, temperature), results)
-        for (suite, size, temperature), results in kinds.items()
-    ]
-
-
-def traffic_words(suite: str, batch_size: int, temperature: float) -> str:
-    """`orders, one at a time`; sampled traffic with its temperature."""
-    sampled = f", temperature {temperature:g}" if temperature else ""
-    return f"{suite}, {requests_words(batch_size)}{sampled}"
+    found = []
+    for (suite, size, temperature), results in kinds.items():
+        sampled = f", temperature {temperature:g}" if temperature else ""
+        found.append(standing(f"{suite}, {requests_words(size)}{sampled}", results))
+    return found
 
 
 def standing(traffic: str, results: Sequence[tuple[str, Result]]) -> Standing:

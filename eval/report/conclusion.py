@@ -1,10 +1,7 @@
-"""What a page begins with and a terminal ends with: what to do, why, where not, and the commands for it."""
+"""What pages begin with and terminals end with: what to do, why, where not, the commands; and a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from ..measurement.result import Result
-from .recommendation import lossless_evidence, recommend
 
 
 @dataclass(frozen=True)
@@ -21,16 +18,11 @@ class Conclusion:
     commands: Sequence[str] = ()
 
 
-def conclude(results: Sequence[Result], commands: Sequence[str] = ()) -> Conclusion:
-    """Of a report's results. Args: commands: that serve what is recommended."""
-    advice = recommend(results)
-    unit = "speedup [95 % interval]" + (f", {advice.best.suite}" if advice.best else "")
-    return Conclusion(
-        advice.is_deployable,
-        advice.headline,
-        advice.figure,
-        unit,
-        [*advice.reasons, f"Losslessness: {lossless_evidence(results)}"],
-        advice.cautions,
-        commands if advice.is_deployable else (),
-    )
+@dataclass(frozen=True)
+class Table:
+    """num_labels: columns of text, aligned left; figures are aligned right."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_labels: int = 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measurement.result import Result
-from .conclusion import Conclusion
+from .conclusion import Conclusion, Table
 from .results.document import Report
 from .results.drafter_words import drafter_words
 from .results.one_result import (
@@ -22,7 +22,6 @@ from .results.one_result import (
     speedup_words,
 )
 from .screen import show_conclusion
-from .table import Table
 
 
 def show(report: Report, conclusion: Conclusion, page: Path, console: Any, *, verbose: bool = False) -> None:
@@ -64,14 +63,19 @@ def results_table(results: Sequence[Result]) -> Table | None:
         above.append(requests_words(first.batch_size))
     sampled = sorted({result.temperature for result in results})
     above.append(f"at temperature {', '.join(f'{one:g}' for one in sampled)}" if any(sampled) else "greedy")
-    columns.append(("drafts", [drafts_cell(result) for result in results]))
+    drafts = [
+        str(one.num_draft_tokens) if one.tree == "chain" else f"{one.num_drafted} {one.tree}"  # a tree's nodes
+        for one in results
+    ]
+    columns.append(("drafts", drafts))
     if any(result.adapter for result in results):  # how drafts fare under the others is the question
         lengths = [ratio_words(result.acceptance_length, result.acceptance_length_ci95) for result in results]
         columns.append(("tokens per forward [95 %]", lengths))
     else:
         columns.append(("tokens per forward", [number(result.acceptance_length) for result in results]))
         columns.append(("tokens per second", [speed_words(result.tokens_per_second) for result in results]))
-    columns.append(("speedup [95 %]", [speedup_cell(result) for result in results]))
+    speedups = [speedup_words(one) + ("" if is_lossless(one) else ", not lossless") for one in results]
+    columns.append(("speedup [95 %]", speedups))
     rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
     caption = ", ".join(above) + ":"
     return Table(caption[0].upper() + caption[1:], [title for title, _ in columns], rows, num_labels)
@@ -80,16 +84,6 @@ def results_table(results: Sequence[Result]) -> Table | None:
 def speed_words(tokens_per_second: float | None) -> str:
     """Whole tokens per second, below ten with a decimal."""
     return number(tokens_per_second, 0 if (tokens_per_second or 0.0) >= 10 else 1)
-
-
-def speedup_cell(result: Result) -> str:
-    """With a word where the texts are not the target's own."""
-    return speedup_words(result) + ("" if is_lossless(result) else ", not lossless")
-
-
-def drafts_cell(result: Result) -> str:
-    """`4`; of a tree its nodes too: `24 dynamic`."""
-    return str(result.num_draft_tokens) if result.tree == "chain" else f"{result.num_drafted} {result.tree}"
 
 
 def place_of(result: Result) -> str:

@@ -12,11 +12,11 @@ from ..measurement.result import Result
 from . import acceptance_sections, sections
 from .causes.diagnosis import UNEXPLAINED, diagnose
 from .causes.findings import Case
-from .conclusion import Conclusion, conclude
-from .recommendation import best_deployable
+from .conclusion import Conclusion, Table
+from .recommendation import best_deployable, conclude
 from .results.document import Report, short_name
 from .results.one_result import grouped, label, name_of, speedup_words
-from .sections import Table, cell
+from .sections import cell
 
 MOST_DIVERGENCES = 20  # shown; report.json has all
 
@@ -40,19 +40,19 @@ def render(report: Report, conclusion: Conclusion | None = None) -> str:
     """The page of a report. No script is in it, and nothing is fetched. Args: conclusion: default: `conclude`."""
     ours = report.results
     shown = [
-        sections.settings_section(report.results),
+        sections.settings_section(ours),
         sections.pairs_section(ours),
         acceptance_sections.acceptance_section(ours),
         acceptance_sections.domains_section(ours),
-        sections.failed_section(report.results),
+        sections.failed_section(ours),
         sections.time_section(ours),
         acceptance_sections.confidence_section(ours),
-        sections.environment_section({"value": report}, report.results),
+        sections.environment_section(report),
     ]
     return page_template("report.html.j2").render(
         target=replace(report.target, name=short_name(report.target.name)),
         environment=report.environment,
-        conclusion=conclusion or conclude(report.results),
+        conclusion=conclusion or conclude(ours),
         where=where_table(ours),
         divergences=divergences(ours),
         findings=findings_by_cause(report),

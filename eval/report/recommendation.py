@@ -1,11 +1,12 @@
 """What to deploy, in words: which of the measured settings is proved to be faster than no drafts at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..figures.metrics import LEAST_TIMED
 from ..measurement.result import Result
 from ..proof.sampling_check import POWER, SMALLEST_P, share_seen
+from .conclusion import Conclusion
 from .results.one_result import (
     deviates,
     disturbance_words,
@@ -34,31 +35,33 @@ FEW_TIMED = 8  # prompts or batches below which they say little of other traffic
 LOW_BANDWIDTH = 0.3  # share of a copy's bandwidth below which the baseline's time goes elsewhere
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """best: the setting to deploy or, where there is none, the one that came nearest."""
-
-    is_deployable: bool
-    headline: str
-    reasons: list[str] = field(default_factory=list)
-    cautions: list[str] = field(default_factory=list)
-    best: Result | None = None
-
-    @property
-    def figure(self) -> str:
-        """The speedup as the headline writes it."""
-        return speedup_words(self.best) if self.best else "-"
-
-
 # All of them
 
 
-def recommend(results: Sequence[Result]) -> Recommendation:
-    """What to deploy of these results."""
-    best = best_deployable(results)
-    advice = refusal(results) if best is None else approval(best, results)
-    learnt = learnt_words([advice.best] if advice.best else results)
-    return replace(advice, headline=f"{advice.headline}; but {learnt}") if learnt else advice
+def conclude(results: Sequence[Result], commands: Sequence[str] = ()) -> Conclusion:
+    """What to deploy, and what the texts showed. Args: commands: that serve what is recommended."""
+    advice = recommend(results)
+    reasons = [*advice.reasons, f"Losslessness: {lossless_evidence(results)}"]
+    return replace(advice, reasons=reasons, commands=commands if advice.is_good else ())
+
+
+def recommend(results: Sequence[Result]) -> Conclusion:
+    """What to deploy of these results; where that is nothing, why, by the one that came nearest."""
+    best, timed = best_deployable(results), [result for result in results if result.speedup is not None]
+    unit, cautions = "speedup [95 % interval]", list[str]()
+    if not timed:
+        shown, figure = results, "-"
+        headline, reasons = "Do not deploy: nothing was timed", ["No answer had a token to speed up."]
+    else:
+        nearest = best or max(timed, key=lambda one: (is_lossless(one), num_timed(one) >= LEAST_TIMED, lower_end(one)))
+        shown, figure, unit = [nearest], speedup_words(nearest), f"{unit}, {nearest.suite}"
+        headline, reasons, cautions = approval(best, results) if best else refusal(nearest, len(results))
+    learnt = learnt_words(shown)
+    headline += f"; but {learnt}" if learnt else ""
+    return Conclusion(best is not None, headline, figure, unit, reasons, cautions)
+
+
+Advice = tuple[str, list[str], list[str]]  # headline, reasons, cautions
 
 
 def best_deployable(results: Sequence[Result], *, among: int | None = None) -> Result | None:
@@ -75,7 +78,7 @@ def best_deployable(results: Sequence[Result], *, among: int | None = None) -> R
     return max(deployable, key=lower_end, default=None)
 
 
-def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
+def approval(best: Result, ours: Sequence[Result]) -> Advice:
     """The setting to deploy, why, and on which traffic it does not help."""
     reasons = [
         f"On {best.suite}, {requests_words(best.batch_size)}, it decodes {number(best.speedup)} {interval_words(best)} "
@@ -108,7 +111,7 @@ def approval(best: Result, ours: Sequence[Result]) -> Recommendation:
     headline += f" ({timed_words(best)})"
     if 2 * best.disturbance.num_disturbed >= max(1, best.disturbance.num_passes):
         headline += "; but most of its measurement was disturbed"
-    return Recommendation(True, headline, reasons, cautions + doubts(best), best)
+    return headline, reasons, cautions + doubts(best)
 
 
 def chosen_words(best: Result, num_choices: int) -> str:
@@ -144,12 +147,8 @@ def doubts(best: Result) -> list[str]:
     return cautions
 
 
-def refusal(ours: Sequence[Result]) -> Recommendation:
-    """Says why nothing is to be deployed, by the result that came nearest."""
-    timed = [result for result in ours if result.speedup is not None]
-    if not timed:
-        return Recommendation(False, "Do not deploy: nothing was timed", ["No answer had a token to speed up."])
-    nearest = max(timed, key=lambda result: (is_lossless(result), num_timed(result) >= LEAST_TIMED, lower_end(result)))
+def refusal(nearest: Result, num_results: int) -> Advice:
+    """Says why nothing is to be deployed, by the result that came nearest of so many."""
     low, high = interval_of(nearest) or (0.0, 0.0)
     where = f"{label(nearest)}, on {nearest.suite}"
     headline = f"Do not deploy any setting that was measured ({timed_words(nearest)})"
@@ -179,14 +178,14 @@ def refusal(ours: Sequence[Result]) -> Recommendation:
         )
     elif is_faster(nearest):
         reason = (
-            f"{where}: the interval lies above 1, but it is the best of {len(ours)} results; with that allowed for, it "
-            f"reaches down to {lower_end(nearest, num_choices=len(ours)):.2f}. Measure this one again, alone."
+            f"{where}: the interval lies above 1, but it is the best of {num_results} results; with that allowed for, "
+            f"it reaches down to {lower_end(nearest, num_choices=num_results):.2f}. Measure this one again, alone."
         )
     elif high < 1:
         reason = f"Even the best, {where}, is slower than no drafts: the whole interval lies below 1."
     else:
         reason = f"The best, {where}, is not shown to be faster than no drafts: its interval reaches down to {low:.2f}."
-    return Recommendation(False, headline, [reason], best=nearest)
+    return headline, [reason], []
 
 
 # Losslessness

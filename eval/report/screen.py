@@ -7,8 +7,7 @@ from typing import Any
 from unicodedata import combining, east_asian_width
 
 from .charts import shortened
-from .conclusion import Conclusion
-from .table import Table
+from .conclusion import Conclusion, Table
 
 WIDTH, MOST_LINES = 80, 25  # of a small terminal
 LEAST_ROWS = 6  # of the table, before a caution is left out for them

@@ -1,7 +1,7 @@
-"""The parts of a page (`Section`, `Table`, `Figure`), and the sections on speed, time, settings and surroundings."""
+"""The parts of a page (`Section`, `Figure`), and the sections on speed, time, settings and surroundings."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from ..measurement.result import Result
 from .charts import Bar, bar_chart
+from .conclusion import Table
 from .results.document import Report
 from .results.one_result import (
     disturbance_words,
@@ -24,7 +25,6 @@ from .results.one_result import (
     speedup_words,
 )
 from .results.pairs import beside_fastest
-from .table import Table
 
 MOST_FAILED = 20  # shown; report.json has all
 SETTINGS_SHOWN = ("temperature", "top_k", "top_p", "accept", "steps", "max_new_tokens",
@@ -55,12 +55,10 @@ class Section:
 
 
 def by_suite(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results by suite, in the report's order."""
     return grouped(results, lambda result: result.suite)
 
 
 def cell(value: Any) -> str:
-    """A value as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -129,9 +127,9 @@ def speed_section(ours: Sequence[Result]) -> Section:
     section = Section("speed")
     most = max([interval[1] for interval in map(interval_of, ours) if interval], default=1.0)
     for suite, results in by_suite(ours).items():
-        bars = [Bar(label(r), [r.speedup or 0.0], speedup_words(r), interval_of(r)) for r in results]
+        bars = [Bar(label(r), r.speedup or 0.0, speedup_words(r), interval_of(r)) for r in results]
         caption = f"Speedup on {suite}, with 95 % intervals. Right of the line at 1: faster than no drafts."
-        section.figures.append(Figure(caption, bar_chart(f"Speedup on {suite}", bars, most=most, mark=1.0)))
+        section.figures.append(Figure(caption, bar_chart(f"Speedup on {suite}", bars, most=most)))
     return section
 
 
@@ -165,16 +163,13 @@ def failed_section(results: Sequence[Result]) -> Section:
     return Section("failed").add_table(caption, columns, rows[:MOST_FAILED], 3)
 
 
-def environment_section(reports: Mapping[str, Report], results: Sequence[Result] = ()) -> Section:
-    """Where and of what the reports were measured, by their names; and how the results were, where there are some."""
+def environment_section(report: Report) -> Section:
+    """Where and of what the report was measured, and how its results were."""
     section = Section("environment")
-    targets = [asdict(report.target) for report in reports.values()]
-    environments = [asdict(report.environment) for report in reports.values()]
-    for caption, sides in (("Target", targets), ("Environment", environments)):
-        rows = [[key.replace("_", " "), *(cell(side[key]) for side in sides)] for key in sides[0]]
-        section.add_table(caption, ["key", *reports], rows, len(reports) + 1)
-    entries = [result.to_json() for result in results]
-    entries = [entry | entry["rendering"] for entry in entries]
+    for caption, known in (("Target", report.target), ("Environment", report.environment)):
+        rows = [[key.replace("_", " "), cell(value)] for key, value in asdict(known).items()]
+        section.add_table(caption, ["key", "value"], rows)
+    entries = [entry | entry["rendering"] for entry in (result.to_json() for result in report.results)]
     shown = {
         key: dict.fromkeys(cell(None if entry[key] in ("", None, {}) else entry[key]) for entry in entries)
         for key in SETTINGS_SHOWN

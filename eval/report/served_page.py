@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,14 +19,14 @@ from ...base.typed import read_json
 from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
-from ..served.figures import Percentiles
+from ..served.figures import Percentiles, SideFigures
 from ..served.served_result import DRAFTS_TOO, ServedResult, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
 from .results.document import SCHEMA_VERSION, short_name
 from .results.drafter_words import served_words
-from .results.one_result import grouped
+from .results.one_result import grouped, number, ratio_words
 from .sections import Figure, Section
 
 FEW_QUESTIONS = 8  # of fewer, figures over blocks of time say little
@@ -47,13 +47,8 @@ class ServedReport:
         return cls(target, told, results)
 
     def to_json(self) -> dict[str, Any]:
-        served = [asdict(result) for result in self.results]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "environment": self.environment,
-            "target": self.target,
-            "served": served,
-        }
+        told = {"schema_version": SCHEMA_VERSION, "environment": self.environment, "target": self.target}
+        return {**told, "served": [asdict(result) for result in self.results]}
 
 
 def read_served(path: Path) -> ServedReport:
@@ -167,19 +162,13 @@ def load_section(results: Sequence[ServedResult]) -> Section:
         section.figures.append(Figure(caption, line_chart(caption, series, axis="tokens per second of one user")))
     rows = []
     for result in results:
-        low, high = result.speedup_ci95
-        ends = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
         accepted = result.acceptance
-        rates = (
-            "-"
-            if accepted is None
-            else " ".join("-" if rate is None else f"{rate:.2f}" for rate in accepted.acceptance_rate)
-        )
+        rates = " ".join(map(number, accepted.acceptance_rate)) if accepted else ""
         rows.append([
-            served_words(result.drafter), result.load.name, shown(result.speedup) + ends,
+            served_words(result.drafter), result.load.name, ratio_words(result.speedup, result.speedup_ci95),
             both(result.baseline.tokens_per_second, result.drafted.tokens_per_second),
             both(result.baseline.user_tokens_per_second, result.drafted.user_tokens_per_second),
-            shown(accepted and accepted.acceptance_length), rates or "-", text_words(result),
+            number(accepted and accepted.acceptance_length), rates or "-", text_words(result),
         ])  # fmt: skip
     columns = [
         "drafts",
@@ -199,30 +188,29 @@ def mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return fmean(x for x, _ in points), fmean(y for _, y in points)
 
 
-def latency_section(results: Sequence[ServedResult]) -> Section:
-    rows = [
-        [
-            served_words(result.drafter),
-            result.load.name,
-            name,
-            percentiles(side.ttft_ms),
-            percentiles(side.tpot_ms),
-            shown(side.goodput),
-        ]
+def sides_of(results: Sequence[ServedResult]) -> list[tuple[list[str], SideFigures]]:
+    """Both sides of each result, behind the words that stand before their figures."""
+    return [
+        ([served_words(result.drafter), result.load.name, name], side)
         for result in results
         for name, side in (("baseline", result.baseline), ("with drafts", result.drafted))
+    ]
+
+
+def latency_section(results: Sequence[ServedResult]) -> Section:
+    rows = [
+        [*words, percentiles(side.ttft_ms), percentiles(side.tpot_ms), number(side.goodput)]
+        for words, side in sides_of(results)
     ]
     columns = ["drafts", "load", "side", "first token, ms", "per further token, ms", "goodput, questions/s"]
     return Section("latency").add_table("p50, p90, p99", columns, rows, 3)
 
 
 def client_section(results: Sequence[ServedResult]) -> Section:
-    rows = [
-        [served_words(result.drafter), result.load.name, name, str(side.num_answers), str(side.num_failed),
-         str(side.num_repeated), percentiles(side.client_late_ms), f"{side.client_cpu:.0%}"]
-        for result in results
-        for name, side in (("baseline", result.baseline), ("with drafts", result.drafted))
-    ]  # fmt: skip
+    rows = []
+    for words, side in sides_of(results):
+        counts = map(str, (side.num_answers, side.num_failed, side.num_repeated))
+        rows.append([*words, *counts, percentiles(side.client_late_ms), f"{side.client_cpu:.0%}"])
     columns = ["drafts", "load", "side", "answers", "failed", "repeated", "client late, ms", "client's core"]
     section = Section("client").add_table("Our own client", columns, rows, 3)
     servers = [
@@ -277,7 +265,6 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
 
 
 def show_served(report: ServedReport, page: Path) -> None:
-    """Print the sentences and cautions."""
     from ...base.terminal import PlainConsole
 
     console = PlainConsole()
@@ -293,13 +280,9 @@ def text_words(result: ServedResult) -> str:
     return f"{checked.identical} of {checked.checked} equal" + (f", {checked.proved} proved" if checked.proved else "")
 
 
-def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 def both(before: float | None, after: float | None) -> str:
-    return f"{shown(before)} -> {shown(after)}"
+    return f"{number(before)} -> {number(after)}"
 
 
 def percentiles(values: Percentiles) -> str:
-    return " / ".join("-" if value is None else f"{value:.1f}" for value in (values.p50, values.p90, values.p99))
+    return " / ".join(number(value, 1) for value in astuple(values))

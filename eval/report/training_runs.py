@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .conclusion import Conclusion
+from .conclusion import Conclusion, Table
 from .results.one_result import number
 from .sections import cell
-from .table import Table
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class TrainingRun:
 
 
 def runs_table(runs: Sequence[TrainingRun]) -> Table:
-    """A row for each run."""
     columns = ["run", "steps", "loss", "tokens per second", "best tokens per forward", "at step", "decoded"]
     rows = []
     for run in runs:

@@ -1,14 +1,14 @@
 """A head in the server that will serve it: blocks of questions with drafts and without in turns, kept on disk."""
 
+import asyncio
 import hashlib
 import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from ... import __version__
@@ -98,19 +98,16 @@ class Running:
             for other in list(self.processes):  # memory for one alone
                 self.processes.pop(other).close()
                 del self.askers[other]
-        told, optional = config.asked_settings(), dict(self.engine.extra)
-        to_ask = partial(Asker, settings=told, optional=optional, patience=config.patience)
+        how: dict[str, Any] = {"settings": config.asked_settings(), "optional": dict(self.engine.extra)}
+        how |= {"salted": self.engine.is_salted, "patience": config.patience}
         if side.where is not None:
-            address = Address.of(side.where, where=side.option).serving(side.name)
-            made = to_ask(address, salted=self.engine.is_salted)
+            address = Address.of(side.where, where=side.option)
         else:
             process = ServerProcess(side.command, name=self.engine.title, option=self.engine.option)
-            self.stack.enter_context(process)
-            self.processes[which] = process
-            address = Address.of(process.url, where="--engine").serving(side.name)
-            made = to_ask(address, salted=self.engine.is_salted, is_gone=process.is_gone)
-        self.askers[which] = made
-        return made
+            self.processes[which] = self.stack.enter_context(process)
+            address, how["is_gone"] = Address.of(process.url, where="--engine"), process.is_gone
+        self.askers[which] = Asker(address.serving(side.name), **how)
+        return self.askers[which]
 
 
 def measure_in_servers(
@@ -133,7 +130,8 @@ def measure_in_servers(
     blocks = [(turn, number) for number in range(len(config.loads)) for turn in range(len(order))]
     if not config.at_once:
         blocks.sort()  # all loads of a turn, so that servers are started once a turn
-    with running(engine, drafts, config) as servers:
+    with ExitStack() as stack:
+        servers = Running(engine, drafts, config, stack)
         if config.at_once and any(store.get(keys[number], turn) is None for turn, number in blocks):
             for which in (A, B):
                 servers.asker(which)
@@ -158,12 +156,6 @@ def measure_in_servers(
     return found
 
 
-@contextmanager
-def running(engine: ServerEngine, drafts: ServedDrafts, config: ServedConfig) -> Iterator[Running]:
-    with ExitStack() as stack:
-        yield Running(engine, drafts, config, stack)
-
-
 def measured_block(
     engine: ServerEngine,
     asker: Asker,
@@ -176,7 +168,7 @@ def measured_block(
 ) -> Record:
     """Raises BadInput if nothing is answered."""
     before = engine.counters(asker.address)
-    block = run_block(asker, questions, load, seed=seed, salt=salt)
+    block = asyncio.run(run_block(asker, questions, load, seed=seed, salt=salt))
     after = engine.counters(asker.address)
     if not any(one.answer for one in block.asked):
         raise BadInput(f"{block.asked[0].failure}; no question was answered")

@@ -26,13 +26,12 @@ class Slo:
         values: dict[str, float] = {}
         for part in filter(None, spec.split(",")):
             name, _, text = part.strip().partition("=")
+            unit, scale = ("ms", 1000) if text.endswith("ms") else ("s", 1)
             try:
-                values[name] = (
-                    float(text.removesuffix("ms")) / 1000 if text.endswith("ms") else float(text.removesuffix("s"))
-                )
+                values[name] = float(text.removesuffix(unit)) / scale
             except ValueError:
-                values = {"": 0.0}
-            if name not in ("ttft", "tpot") or not 0 < values.get(name, 0.0) < inf:
+                values[name] = inf
+            if name not in ("ttft", "tpot") or not 0 < values[name] < inf:
                 raise BadInput(f"--slo {spec}: expected ttft=SECONDS,tpot=SECONDS, such as ttft=0.5,tpot=50ms")
         return cls(**values)
 
@@ -138,11 +137,10 @@ def answers_in(record: Record) -> list[Answered]:
 
 def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> SideFigures:
     """The figures of one side, from its blocks."""
-    answers = [(record, answer) for record in records for answer in answers_in(record)]
+    answers = [answer for record in records for answer in answers_in(record)]
     # those that ended beside fewer others than the load says are not of this load
-    within = [answer for record, answer in answers if answer.sent + answer.whole <= record["full"] + 1e-9] or [
-        a for _, a in answers
-    ]
+    ends = [record["full"] + 1e-9 for record in records for _ in record["answers"]]
+    within = [answer for answer, end in zip(answers, ends, strict=True) if answer.sent + answer.whole <= end] or answers
     seconds = sum(record["full"] for record in records)
     # at a rate all answers are those of the arrivals, however long the last ones take
     counted = seconds if load.rate is None else sum(record["arriving"] for record in records)
@@ -158,7 +156,7 @@ def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> Side
         user_tokens_per_second=rounded(
             sum(answer.num_tokens for answer in within) / sum(answer.whole for answer in within) if within else None, 2
         ),
-        ttft_ms=Percentiles.of([answer.wait for _, answer in answers]),
+        ttft_ms=Percentiles.of([answer.wait for answer in answers]),
         tpot_ms=Percentiles.of([per for answer in within if (per := answer.per_token) is not None]),
         goodput=None if slo is None or not counted else round(len(good) / counted, 4),
         client_late_ms=Percentiles.of([*padded, *lags, *(late for record in records for late in record["late"])]),

@@ -80,11 +80,9 @@ class Asker:
     warm: set[int] = field(default_factory=set)
 
     def body(self, question: Question, salt: str) -> dict[str, Any]:
-        optional = {key: value for key, value in self.optional.items() if (question.path, key) not in self.refused}
-        body = {"model": self.address.model, **self.settings, **optional, **question.body}
-        return body | (
-            {"cache_salt": salt} if self.salted and (question.path, "cache_salt") not in self.refused else {}
-        )
+        optional = self.optional | ({"cache_salt": salt} if self.salted else {})
+        optional = {key: value for key, value in optional.items() if (question.path, key) not in self.refused}
+        return {"model": self.address.model, **self.settings, **optional, **question.body}
 
     async def answer(self, question: Question, asked: Asked, salt: str, *, most: int | None = None) -> None:
         """Ask until there is an answer or a failure; an answer's times count from the first attempt. Raises BadInput
@@ -117,11 +115,6 @@ class Asker:
                 await asyncio.sleep(min(pause, LONGEST_PAUSE))
 
 
-def run_block(asker: Asker, questions: Sequence[Question], load: Load, *, seed: int, salt: str) -> AskedBlock:
-    """Ask all questions of a block. Args: seed: of the arrivals. Raises BadInput."""
-    return asyncio.run(block_of(asker, questions, load, seed=seed, salt=salt))
-
-
 def warm_up(asker: Asker, questions: Sequence[Question], load: Load) -> None:
     """Some short answers, as many at a time as the load has. Raises BadInput if none succeeds."""
 
@@ -146,7 +139,8 @@ async def together(*work: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def block_of(asker: Asker, questions: Sequence[Question], load: Load, *, seed: int, salt: str) -> AskedBlock:
+async def run_block(asker: Asker, questions: Sequence[Question], load: Load, *, seed: int, salt: str) -> AskedBlock:
+    """Ask all questions of a block. Args: seed: of the arrivals. Raises BadInput."""
     block, numbers = AskedBlock(), load.numbers(len(questions))
     watching = asyncio.ensure_future(watch(block.lags))
     start, used = time.perf_counter(), time.process_time()
@@ -169,9 +163,7 @@ async def block_of(asker: Asker, questions: Sequence[Question], load: Load, *, s
         for index in range(len(numbers)):
             at += source.expovariate(load.rate or 1.0)
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - start)))
-            running.append(
-                one(index, due=at) if index + 1 == len(numbers) else asyncio.ensure_future(one(index, due=at))
-            )
+            running.append(asyncio.ensure_future(one(index, due=at)))
         await together(*running)
         block.full = time.perf_counter() - start
 

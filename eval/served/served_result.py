@@ -62,7 +62,6 @@ class ServedResult:
 
     @property
     def is_beside_none(self) -> bool:
-        """Whether the baseline drafts nothing."""
         return self.baseline_drafter == WITHOUT
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...targets.target import Target
 from ..proof.lossless import LosslessReport, compare_texts
@@ -28,14 +27,10 @@ class PromptCheck:
 
     @classmethod
     def of(cls, questions: Sequence[Question], theirs: Mapping[int, list[int] | None]) -> "PromptCheck":
-        same, other, unknown = [], [], 0
-        for number, ids in theirs.items():
-            ours = questions[number].ids
-            if ids is None or ours is None:
-                unknown += 1
-            else:
-                (same if ids == ours else other).append(number)
-        return cls(len(same), len(other), unknown, questions[other[0]].row if other else "")
+        pairs = [(questions[number], ids) for number, ids in theirs.items()]
+        known = [(question, ids) for question, ids in pairs if ids is not None and question.ids is not None]
+        other = [question.row for question, ids in known if ids != question.ids]
+        return cls(len(known) - len(other), len(other), len(pairs) - len(known), other[0] if other else "")
 
 
 @dataclass(frozen=True)
@@ -84,22 +79,17 @@ def check_texts(
         ours, theirs = (ids, other_ids) if known else (list(text.encode()), list(other_text.encode()))
         assert ours is not None and theirs is not None
         by_ids += known
-        target = (
-            load_target()
-            if ours != theirs and known and prompt and whole.checked - whole.identical < MOST_PROVED
-            else None
-        )
-        if target is not None and prompt:
-            num_held += 1
-            if first_not_own(target, prompt, theirs) is not None:  # there is nothing to hold the other text against
-                num_other, target = num_other + 1, None
-        not_proved += ours != theirs and target is None
-
-        def prove(
-            target: Any = target, prompt: Any = prompt, ours: list[int] = ours, theirs: list[int] = theirs
-        ) -> list[int | None]:
-            return [0 if target is None else first_not_own(target, prompt, ours, baseline=theirs)]
-
-        whole += compare_texts([theirs], [ours], prove, numbers=[number])
+        unproved: int | None = 0
+        if ours != theirs:
+            is_held = known and prompt and whole.checked - whole.identical < MOST_PROVED
+            target = load_target() if is_held else None
+            if target is not None and prompt:
+                num_held += 1
+                if first_not_own(target, prompt, theirs) is None:
+                    unproved = first_not_own(target, prompt, ours, baseline=theirs)
+                else:  # there is nothing to hold the other text against
+                    num_other, target = num_other + 1, None
+            not_proved += target is None
+        whole += compare_texts([theirs], [ours], lambda unproved=unproved: [unproved], numbers=[number])
     is_other = num_held >= FEWEST_HELD and num_other > OTHER * num_held
     return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)

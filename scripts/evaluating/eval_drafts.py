@@ -30,11 +30,8 @@ class NamedDrafter:
 
     def setting(self, config: MeasureConfig) -> DraftSetting:
         """Its chain, with K from its own `@K`, else from the option for all drafters, else its default."""
-        return self.with_own_length(config).setting_for(self.drafter)
-
-    def with_own_length(self, config: MeasureConfig) -> MeasureConfig:
-        """These settings with its own K, where one is named."""
-        return config if self.length is None else replace(config, setting=chain(self.length))
+        own = config if self.length is None else replace(config, setting=chain(self.length))
+        return own.setting_for(self.drafter)
 
 
 def own_length(spec: str) -> tuple[str, int | None]:
@@ -43,25 +40,11 @@ def own_length(spec: str) -> tuple[str, int | None]:
     return (drafter, int(length)) if drafter and length.isdecimal() and int(length) > 0 else (spec, None)
 
 
-@dataclass(frozen=True)
 class WantedDrafts:
-    """The drafters and trees that the command line names. lengths: of each drafter its own K, or None. verify_cost: of
-    chains; `measured`, a number, or nothing: all drafts are verified. window: `--draft-window`, of heads."""
+    """The drafters and trees that the command line names. lengths: of each drafter its own K, or None."""
 
-    specs: Sequence[str]
-    lengths: Sequence[int | None]
-    trees: Sequence[str]
-    tree_nodes: int
-    verify_cost: str | None = None
-    window: str = ""
-
-    def __post_init__(self) -> None:
-        check_window(self.window, *(spec.partition(":")[0] for spec in self.specs))
-
-    @classmethod
-    def of(
-        cls,
-        heads: Sequence[str],
+    def __init__(
+        self,
         drafters: Sequence[str],
         trees: Sequence[str],
         tree_nodes: int,
@@ -69,14 +52,16 @@ class WantedDrafts:
         temperature: float,
         verify_cost: str | None = None,
         window: str = "",
-    ) -> "WantedDrafts":
-        """Raises BadInput before anything is loaded. Args: heads: `--head X`, the same as the drafter `head:X`."""
-        specs = [*(f"head:{folder}" for folder in heads), *drafters]
-        if not specs:
+    ):
+        """Raises BadInput before anything is loaded.
+
+        Args: verify_cost: of chains; `measured`, a number, or nothing: all drafts are verified. window: of heads.
+        """
+        if not drafters:
             raise BadInput("nothing to measure: give at least one --head or --drafter")
-        specs, lengths = zip(*map(own_length, specs), strict=True)
-        for spec in specs:
-            parse_drafter(spec)
+        self.specs, self.lengths = zip(*map(own_length, drafters), strict=True)
+        self.trees, self.tree_nodes, self.verify_cost, self.window = trees, tree_nodes, verify_cost, window
+        check_window(window, *(parse_drafter(spec)[0] for spec in self.specs))
         for name in trees:
             if name not in TREE_NAMES:
                 raise BadInput(f"--tree {name}: expected one of {', '.join(TREE_NAMES)}")
@@ -84,7 +69,6 @@ class WantedDrafts:
                 raise BadInput(f"--tree {name}: needs --temperature above 0")
         if verify_cost and verify_cost != "measured" and not is_positive(verify_cost):
             raise BadInput(f"--verify-cost {verify_cost}: expected measured, or a number above 0")
-        return cls(specs, lengths, trees, tree_nodes, verify_cost, window)
 
     def load(self, target: Target) -> list[NamedDrafter]:
         """Raises BadInput if none of them drafts the trees."""
@@ -94,13 +78,12 @@ class WantedDrafts:
                 build_drafters(self.specs, target, window=self.window), self.specs, self.lengths, strict=True
             )
         ]
+        names = ", ".join(named.name for named in drafters)
         for tree in self.trees:
             if not any(drafts_tree(target, named.drafter, tree) for named in drafters):
-                names = ", ".join(named.name for named in drafters)
                 who = f"not drafted by {names}" if target.decodes_trees else f"target {target.name} decodes chains only"
                 raise BadInput(f"--tree {tree}: {who}")
         if self.verify_cost and not any(named.drafter.estimates for named in drafters):
-            names = ", ".join(named.name for named in drafters)
             raise BadInput(f"--verify-cost {self.verify_cost}: none of {names} estimates what is accepted")
         return drafters
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ...base.doing import doing
 from ...base.errors import BadInput, printable
@@ -19,13 +20,12 @@ from ...eval.measurement.resume import BEFOREHAND, BatchStore, settings_key
 from ...eval.measurement.step_times import verify_cost
 from ...eval.proof.config import MeasureConfig
 from ...eval.proof.runner import Contender
-from ...eval.report.conclusion import conclude
 from ...eval.report.console import failure_words, lossless_warnings, show, training_warnings
 from ...eval.report.page import write_page
-from ...eval.report.recommendation import best_deployable
+from ...eval.report.recommendation import best_deployable, conclude
 from ...eval.report.results.document import build_report, write_report
 from ...eval.report.results.drafter_words import drafter_words
-from ...eval.suites.named import SuiteSpec, check_named, load_named, parse_suite
+from ...eval.suites.named import check_named, load_named, parse_suite
 from ...eval.suites.prompts import (
     ChatOptions,
     NoUsablePrompt,
@@ -42,35 +42,33 @@ from ...targets.weights.served_adapter import is_checkpoint
 from .eval_drafts import NamedDrafter, WantedDrafts
 
 
-@dataclass(frozen=True)
 class WantedSuites:
-    """What the command line asks to be measured on. folder: where the files of named suites are."""
+    """What the command line asks to be measured on."""
 
-    prompts: Sequence[str]
-    named: Sequence[SuiteSpec]
-    folder: Path
-    chat: ChatOptions
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         prompts: Sequence[str],
         named: Sequence[str],
         folder: Path,
         *,
         system: str | None,
         thinking: str,
-        told: str,
+        told: str = "",
         turns: str = "own",
-    ) -> "WantedSuites":
-        """Args: told: variables for the chat template, as JSON; or empty. Raises BadInput before anything is loaded."""
+    ):
+        """Raises BadInput before anything is loaded.
+
+        Args: folder: where the files of named suites are. told: variables for the chat template, as JSON; or empty.
+        """
         if not prompts and not named:
             raise BadInput("nothing to measure on: give at least one --prompts or --suite")
         if thinking not in ("", "on", "off"):
             raise BadInput(f"--thinking {thinking}: expected on or off")
+        if turns not in ("own", "recorded"):
+            raise BadInput(f"--turns {turns}: expected own or recorded")
         variables = variables_in(told, "--chat-template-kwargs")
-        chat = ChatOptions(system, thinking == "on" if thinking else None, variables, turns == "recorded")
-        return cls(prompts, [parse_suite(spec) for spec in named], folder, chat)
+        self.prompts, self.named, self.folder = prompts, [parse_suite(spec) for spec in named], folder
+        self.chat = ChatOptions(system, thinking == "on" if thinking else None, variables, turns == "recorded")
 
     def check(self, *, limit: int | None) -> None:
         """Raises BadInput on files that cannot be read, before a target is loaded, which may take minutes."""
@@ -84,18 +82,15 @@ class WantedSuites:
         """All of them; those without a prompt that can be asked too, as long as another has one.
 
         Args: under: the name of the target's adapter, which the suites' names then have."""
-        chat = self.chat
-        suites: list[Suite] = []
-        names = [file_names(path) for path in self.prompts]
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "limit": limit, "chat": self.chat}
+        suites, names = list[Suite](), [file_names(path) for path in self.prompts]
         for path in self.prompts:
             try:
-                suites.append(load_suite(path, target, max_new_tokens=max_new_tokens, limit=limit, chat=chat))
+                suites.append(load_suite(path, target, **how))
             except NoUsablePrompt as error:
                 suites.append(error.suite)
         for spec in self.named:
-            folder = self.folder
-            named = load_named(spec, target, folder=folder, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
-            suites.append(named)
+            suites.append(load_named(spec, target, folder=self.folder, **how))
             part = "" if limit is None else f", first {limit}"
             names.append([f"{spec.name}{part}", *([f"{spec.name}={spec.path}{part}"] if spec.path else [])])
         for suite, name in zip(suites, distinct_names(names), strict=True):
@@ -159,7 +154,7 @@ class EvalRun:
         measured = {}
         for suite, config in product(self.suites, configs):
             contenders = [
-                Contender(named.name, named.drafter, self.with_cost(named, suite, config, tree), named.training)
+                Contender(named.name, named.drafter, self.setting(named, suite, config, tree), named.training)
                 for named, tree in drafts
             ]
             names = ", ".join(dict.fromkeys(drafter_words(contender.name) for contender in contenders))
@@ -175,26 +170,20 @@ class EvalRun:
         whole = [measured[key] for key in keys if key in measured]
         return [result for result, _ in whole], [row for _, rows in whole for row in rows]
 
-    def setting(self, named: NamedDrafter, config: MeasureConfig, tree_name: str) -> DraftSetting:
-        """The setting with its tree."""
+    def setting(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
+        """The setting with its tree; of a chain with what it costs to verify one more token, where that is to be
+        minded: as a killed measurement had it, where there was one."""
         length = named.length or (config.setting.num_draft_tokens if config.setting else None)
-        tree = named_tree(
-            tree_name, self.target, named.drafter, num_nodes=self.drafts.tree_nodes, num_draft_tokens=length
-        )
-        return named.setting(config) if tree is None else DraftSetting(tree_name, tree.depth, tree)
-
-    def with_cost(self, named: NamedDrafter, suite: Suite, config: MeasureConfig, tree_name: str) -> DraftSetting:
-        """The setting; of a chain with what it costs to verify one more token, where that is to be minded: as a killed
-        measurement had it, where there was one."""
-        setting, cost = self.setting(named, config, tree_name), self.drafts.verify_cost
+        num_nodes, cost = self.drafts.tree_nodes, self.drafts.verify_cost
+        tree = named_tree(tree_name, self.target, named.drafter, num_nodes=num_nodes, num_draft_tokens=length)
+        setting = named.setting(config) if tree is None else DraftSetting(tree_name, tree.depth, tree)
         if not cost or "chain" not in tree_name or not named.drafter.estimates or not suite.prompts:
             return setting
         if cost != "measured":
             return replace(setting, verify_cost=float(cost))
         asked = {**asdict(config), "verify_cost": setting.num_draft_tokens}
-        key = settings_key(
-            self.target, named.drafter, suite, asked, name=named.name, engine="verify cost", store=self.store
-        )
+        how: dict[str, Any] = {"name": named.name, "engine": "verify cost", "store": self.store}
+        key = settings_key(self.target, named.drafter, suite, asked, **how)
         record = self.store.get(key, BEFOREHAND)
         if record is None:
             longest = max(suite.prompts, key=len)

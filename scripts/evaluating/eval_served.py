@@ -59,7 +59,7 @@ class WantedServers:
     def served_by(self) -> ServerEngine:
         return SERVER_ENGINES[self.engine.name]
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raises BadInput on options that do not go together."""
         if self.engine.is_ours:
             told = {"--slo": self.slo, "--concurrency": self.concurrency, "--rate": self.rates}
@@ -96,14 +96,15 @@ class WantedMeasurement:
     target: str
     dtype: str = ""  # of our own forward of texts that differ; empty: as for our own engine
     device: str = ""
-    heads: Sequence[str] = ()
-    drafters: Sequence[str] = ()
+    drafters: Sequence[str] = ()  # a head is one: `head:FOLDER`
     num_draft_tokens: int | None = None
     prompts: Sequence[str]
     limit: int | None = None
     chat: ChatOptions
     max_new_tokens: int
-    sampling: dict[str, Any] = field(default_factory=dict)  # temperature, top_k, top_p, stop, seed
+    temperature: float = 0.0
+    seed: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)  # more that questions are asked with: top_k, top_p, stop
     repeats: int = 3
     baseline: str = ""  # what the other side drafts with, as a drafter; empty: nothing
     window: str = ""  # of heads, see `--draft-window`
@@ -111,8 +112,7 @@ class WantedMeasurement:
 
     def __post_init__(self) -> None:
         """Raises BadInput on a K far longer than an answer."""
-        specs = [*(f"head:{head}" for head in self.heads), *self.drafters, self.baseline]
-        for length in (self.num_draft_tokens, *(own_length(spec)[1] for spec in specs)):
+        for length in (self.num_draft_tokens, *(own_length(spec)[1] for spec in (*self.drafters, self.baseline))):
             if length is not None:
                 check_length(length, self.max_new_tokens)
 
@@ -163,15 +163,13 @@ def measured_in(
 
 
 def config_of(engine: ServerEngine, wanted: WantedServers, asked: WantedMeasurement) -> ServedConfig:
-    sampling = dict(asked.sampling)
-    temperature, seed = sampling.pop("temperature"), sampling.pop("seed")
     return ServedConfig(
         loads=wanted.loads(),
         max_new_tokens=asked.max_new_tokens,
-        temperature=temperature,
-        settings={**engine.neutral, **sampling},
+        temperature=asked.temperature,
+        settings={**engine.neutral, **asked.sampling},
         num_repeats=2 * asked.repeats,
-        seed=seed,
+        seed=asked.seed,
         slo=Slo.of(wanted.slo) if wanted.slo else None,
         at_once=wanted.engine.has_room_for_two,
     )
@@ -183,7 +181,7 @@ def drafts_of(
     """What is measured. Args: folder: for heads as the engine reads them. longest: tokens of a question and its answer.
 
     Raises: BadInput."""
-    specs, adapter = [*(f"head:{head}" for head in asked.heads), *asked.drafters], asked.adapter
+    specs, adapter = asked.drafters, asked.adapter
     model, adapting = ("", []) if adapter is None else (adapter.name, engine.adapting(adapter))
     if wanted.engine.server:
         if len(specs) > 1:

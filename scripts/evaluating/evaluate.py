@@ -3,16 +3,13 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from ...base.errors import BadInput
 from .engine_options import LARGEST_SEED, MOST_NEW, MOST_ROWS, WINDOW_HELP, EngineArgs, EngineName, EnginePython
-
-if TYPE_CHECKING:
-    from ...eval.decoding.verify import AcceptRule
 
 TARGET, DRAFTS, PROMPTS, DECODING, MEASURING, SERVERS, OUTPUT = (  # an option in this panel of the help
     partial(typer.Option, rich_help_panel=panel)
@@ -149,6 +146,7 @@ def evaluate(
     from ...eval.decoding.draft_setting import chain
     from ...eval.decoding.replay import check_steps, default_steps
     from ...eval.decoding.sampling import Sampling
+    from ...eval.decoding.verify import ACCEPT_RULES
     from ...eval.measurement.measure import Row
     from ...eval.measurement.result import Result
     from ...eval.measurement.resume import BatchStore
@@ -169,33 +167,35 @@ def evaluate(
     program = engine_python if engine != "llama-server" or server else str(server_bin or "")
     by = engine_or_running(engine, program, engine_args, server, baseline_server)
     servers = WantedServers(by, baseline_server, concurrency or [], rate or [], slo)
-    servers.check()
-    if turns not in ("own", "recorded"):
-        raise BadInput(f"--turns {turns}: expected own or recorded")
+    drafters = [*(f"head:{folder}" for folder in head or []), *(drafter or [])]
     if not by.is_ours:
         told = {"suite": suite, "tree": tree, "batch-size": batch_size, "adapter": (adapter or [])[1:]}
-        told |= {"verify-cost": verify_cost, "accept": accept != "exact", "draft-window": server and draft_window}
+        told |= {"verify-cost": verify_cost, "accept": accept != "exact", "steps": steps}
+        told |= {"draft-window": server and draft_window}
         if option := next((option for option, value in told.items() if value), None):
             raise BadInput(f"--{option}: is not for servers; they take --head, --drafter and --prompts")
         if not prompts:
             raise BadInput("nothing to measure on: give at least one --prompts")
-        chat = WantedSuites.of(
-            prompts, [], suites_dir, system=system, thinking=thinking, told=chat_template_kwargs, turns=turns
-        ).chat
-        sampling = {"temperature": temperature, "seed": seed} | ({"top_k": top_k} if top_k else {})
-        sampling |= ({"top_p": top_p} if top_p < 1 else {}) | ({"stop": stop} if stop else {})
+    elif baseline_drafter:
+        raise BadInput("--baseline-drafter: goes with --engine vllm, sglang or llama-server")
+    wanted = WantedSuites(
+        prompts or [], suite or [], suites_dir, system=system, thinking=thinking, told=chat_template_kwargs, turns=turns
+    )
+    if not by.is_ours:
+        sampling = ({"top_k": top_k} if top_k else {}) | ({"top_p": top_p} if top_p < 1 else {})
         asked = WantedMeasurement(
             target=target,
             dtype=dtype,
             device=device,
-            heads=head or [],
-            drafters=drafter or [],
+            drafters=drafters,
             num_draft_tokens=num_draft_tokens,
-            prompts=prompts,
+            prompts=wanted.prompts,
             limit=limit,
-            chat=chat,
+            chat=wanted.chat,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            temperature=temperature,
+            seed=seed,
+            sampling=sampling | ({"stop": stop} if stop else {}),
             repeats=repeats,
             baseline=baseline_drafter,
             window=draft_window,
@@ -204,17 +204,12 @@ def evaluate(
         if not evaluate_served(servers, asked, output, settings, overwrite=overwrite):
             raise typer.Exit(1)
         return
-    if baseline_drafter:
-        raise BadInput("--baseline-drafter: goes with --engine vllm, sglang or llama-server")
-    rule = chosen_rule(accept)
+    if accept not in ACCEPT_RULES:
+        raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")
     adapters = named_adapters(adapter or [])
-    wanted = WantedSuites.of(
-        prompts or [], suite or [], suites_dir, system=system, thinking=thinking, told=chat_template_kwargs, turns=turns
-    )
     wanted.check(limit=limit)
-    drafts = WantedDrafts.of(
-        head or [],
-        drafter or [],
+    drafts = WantedDrafts(
+        drafters,
         tree or ["chain"],
         tree_nodes,
         temperature=temperature,
@@ -228,7 +223,7 @@ def evaluate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        accept=rule,
+        accept=ACCEPT_RULES[accept],
         steps=check_steps(steps or default_steps(torch_device(device)), torch_device(device)),
         stop_strings=tuple(stop or ()),
         num_repeats=repeats,
@@ -265,12 +260,3 @@ def evaluate(
             store.finish()
     if not all(map(is_lossless, results)):
         raise typer.Exit(1)
-
-
-def chosen_rule(accept: str) -> "AcceptRule":
-    """Raises BadInput on an unknown accept rule."""
-    from ...eval.decoding.verify import ACCEPT_RULES
-
-    if accept not in ACCEPT_RULES:
-        raise BadInput(f"--accept {accept}: expected one of {', '.join(ACCEPT_RULES)}")
-    return ACCEPT_RULES[accept]

@@ -10,7 +10,7 @@ from ...engines.servers.how_to_serve import commands_of_engine, how_to_serve, un
 from ...eval.figures.metrics import LEAST_TIMED
 from ...eval.measurement.result import Result
 from ...eval.plan.budget import SAFETY
-from ...eval.report.recommendation import recommend
+from ...eval.report.recommendation import best_deployable, recommend
 from ...eval.report.results.document import read_report
 from .answers import LEAST_ANSWERS, answer
 from .in_server import LOOKUP as SERVED_LOOKUP
@@ -228,10 +228,10 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
     settings = run.settings
     results = read_report(Path(run.journal.report)).results
     results = [one for one in results if (one.adapter is not None) == bool(settings.adapter)]
-    advice = recommend([one for one in results if settings.engine.is_ours or not looks_up(one)])
-    best = advice.best
-    if not advice.is_deployable or best is None:
-        return Decision(False, advice.headline, advice.reasons, advice.cautions)
+    results = [one for one in results if settings.engine.is_ours or not looks_up(one)]
+    advice, best = recommend(results), best_deployable(results)
+    if best is None:
+        return Decision(False, advice.headline, list(advice.reasons), list(advice.cautions))
     drafter, length = specification(best, head, answers_to_look_up(run)), best.num_draft_tokens
     if settings.engine.is_ours:  # which has no server: in another
         window = settings.draft_window
@@ -241,7 +241,7 @@ def decide_by_report(run: AutoRun, head: str) -> Decision:
     return Decision(
         deploy=True,
         headline=advice.headline,
-        reasons=advice.reasons,
+        reasons=list(advice.reasons),
         cautions=[*advice.cautions, *domains_without_gain(best)],
         drafter=drafter,
         commands=commands,

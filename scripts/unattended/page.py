@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...base.errors import BadInput
 from ...base.files import write_text
-from ...eval.report.conclusion import Conclusion
+from ...eval.report.conclusion import Conclusion, Table
 from ...eval.report.console import results_table
 from ...eval.report.page import page_template
 from ...eval.report.results.document import read_report, short_name
@@ -14,7 +14,6 @@ from ...eval.report.results.drafter_words import drafter_words
 from ...eval.report.results.one_result import number, ratio_words, requests_words
 from ...eval.report.screen import screen_lines
 from ...eval.report.sections import cell
-from ...eval.report.table import Table
 from .comparing import ALL
 from .refit import RefitRun
 from .running.clock import clock_text

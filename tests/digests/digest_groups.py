@@ -29,7 +29,7 @@ EVALS = {  # options of `headstart eval`; a head by its variant
     "beside": "--drafter ngram --drafter draft-model:smaller --head eagle3",
 }  # fmt: skip
 PLANS = {
-    "head": "--head eagle3:4 --tree dynamic:6 --num-draft-tokens 2 --num-draft-tokens 4",
+    "head": "--head eagle3 --tree dynamic:6 --num-draft-tokens 2 --num-draft-tokens 4",
     "lookups": "--drafter suffix",
 }
 RUNS = {  # further ways to train: a config, and keys
@@ -146,7 +146,7 @@ def report_of(name: str) -> dict[str, Any]:
 
 def planned_of(name: str) -> dict[str, Any]:
     """What plan.json says of acceptance, which depends on no time."""
-    how = "--seconds 1e6 --batch-size 1 --batch-size 8".split()
+    how = "--seconds 86400 --batch-size 1 --batch-size 8".split()
     code, _ = command(*asked("plan", PLANS[name].split(), f"plans/{name}"), *how)
     found = json.loads(Path("plans", name, "plan.json").read_text())
     return {"exit_code": code, **{key: found[key] for key in ("num_prompts", "max_new_tokens", "acceptance")}}

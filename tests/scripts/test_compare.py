@@ -61,12 +61,7 @@ def test_the_table_has_a_line_per_run(make_run, capsys):
     assert said.startswith("a validated best: 1.90 tokens per forward at step 2.\n") and "Not finished: b." in said
     assert "- a: head.loss.soft_ce=1.0 train.seed=0\n" in said and "- b: head.loss.tv=0.5 train.seed=7\n" in said
     assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80
-
-
-def test_many_differing_settings_are_no_wall_of_keys():
-    settings = {f"train.key{i}": i for i in range(9)}
-    assert overrides(settings) == "train.key0=0 train.key1=1 train.key2=2 and 6 more"
-    assert overrides({}) == "(the same)"
+    assert overrides({f"key{i}": i for i in range(9)}) == "key0=0 key1=1 key2=2 and 6 more", "no wall of keys"
 
 
 def test_what_is_no_run_is_refused(make_run, tmp_path):

@@ -28,22 +28,21 @@ def merged(folder, adapter, output):
 
 
 @pytest.mark.slow
-def test_each_adapter_has_a_result_beside_the_target_as_if_it_was_merged(
+def test_each_adapter_has_the_figures_of_the_target_that_it_is_merged_into(
     headstart, saved_target, head_folder, lora, words, tmp_path
 ):
     adapters = [lora(saved_target, seed=1), lora(saved_target, seed=2)]
     given = [word for adapter in adapters for word in ("--adapter", adapter)]
     files = ["--target", saved_target, "--head", head_folder, "--prompts", words]
-    code, out, _ = headstart(f"eval {HOW}", *files, *given, "--output", tmp_path / "all")
+    assert headstart(f"eval {HOW}", *files, *given, "--output", tmp_path / "all")[0] == 0
     report = json.loads((tmp_path / "all" / "report.json").read_text())
-    assert code == 0 and len(report["results"]) == 6, "the head is measured under each as well, though trained without"
-    # the screen shortens a name by its middle where the figures beside it are wide
-    assert all(adapter.name[-4:] in out for adapter in adapters)
-    own, *results = [entry for entry in report["results"] if entry["drafter"] == "ngram"]
-    assert own["adapter"] is None and report["target"]["fingerprint"] == Target.load(saved_target).fingerprint
+    assert len(report["results"]) == 6, "the head is measured under each as well, though trained without"
+    plain, *results = [entry for entry in report["results"] if entry["drafter"] == "ngram"]
+    assert report["target"]["adapter"] is None is plain["adapter"]
+    rounds = [json.loads(line) for line in (tmp_path / "all" / "rounds.jsonl").read_text().splitlines()]
+    assert {row["suite"] for row in rounds} == {"prompts", *(entry["suite"] for entry in results)}
     for adapter, entry in zip(adapters, results, strict=True):
-        assert entry["suite"] == f"prompts under {adapter.name}" and entry["lossless"]["identical"] == 4
-        assert (entry["adapter"]["path"], entry["adapter"]["base"]) == (str(adapter), str(saved_target))
+        assert (entry["suite"], entry["adapter"]["path"]) == (f"prompts under {adapter.name}", str(adapter))
         folder = merged(saved_target, adapter, tmp_path / f"merged-{adapter.name}")
         alone = ["--target", folder, "--prompts", words, "--output", tmp_path / f"alone-{adapter.name}"]
         assert headstart(f"eval {HOW}", *alone)[0] == 0
@@ -102,7 +101,7 @@ def test_one_head_is_measured_under_every_checkpoint_of_a_folder(
     headstart, saved_target, head_folder, checkpoints, words, tmp_path
 ):
     files = ["--target", saved_target, "--head", head_folder, "--prompts", words, "--checkpoint", checkpoints]
-    line = "eval --num-draft-tokens 2 --max-new-tokens 12 --repeats 1"
+    line = "eval --num-draft-tokens 2 --max-new-tokens 8 --repeats 1"
     code, out, err = headstart(line, *files, "--output", tmp_path / "out")
     assert code == 0, err
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.report.results.drafter_words import served_words
@@ -62,15 +61,27 @@ def python(tmp_path):
     return str(script)
 
 
-def test_a_head_is_exported_and_served_at_every_k(rows, saved_target, python, tmp_path):
+@pytest.fixture
+def in_vllm(rows, saved_target, python, tmp_path):
+    """in_vllm(drafter=...): the result of each drafter, and the page."""
+
+    def measured(**how):
+        output, few = tmp_path / "out", {"max_new_tokens": 8, "repeats": 1}
+        evaluate(target=str(saved_target), prompts=[rows], engine="vllm", engine_python=python, output=output,
+                 **few, **how)  # fmt: skip
+        report, page = report_of(output)
+        return report["served"], page
+
+    return measured
+
+
+def test_a_head_is_exported_and_served_at_every_k(in_vllm, saved_target, tmp_path):
     target = Target.load(saved_target)
     head = build_head(head_class("eagle3").config_class(type="eagle3"), target)
     save_head(head, tmp_path / "head")
     heads = [f"head:{tmp_path / 'head'}@2", f"head:{tmp_path / 'head'}@3", "ngram:8@5"]
-    evaluate(target=str(saved_target), drafter=heads, prompts=[rows], engine="vllm", engine_python=python, repeats=1,
-             engine_args="--max-model-len 64", max_new_tokens=8, output=tmp_path / "out")  # fmt: skip
-    report, _ = report_of(tmp_path / "out")
-    assert [result["num_draft_tokens"] for result in report["served"]] == [2, 3, 5]
+    results, _ = in_vllm(drafter=heads, engine_args="--max-model-len 64")
+    assert [result["num_draft_tokens"] for result in results] == [2, 3, 5]
     started = (tmp_path / "started").read_text()
     assert started.count("--max-model-len 64") == 6 and started.count("--no-enable-prefix-caching") == 6
     assert all(f'"num_speculative_tokens": {k}' in started for k in (2, 3, 5))
@@ -78,56 +89,43 @@ def test_a_head_is_exported_and_served_at_every_k(rows, saved_target, python, tm
     assert not (tmp_path / "out" / "served_heads").exists()
 
 
-def test_blocks_of_a_head_that_was_trained_anew_are_not_kept(saved_target, python, tmp_path):
-    """Its folder and the command are the same as those of the killed measurement."""
-    target, found = Target.load(saved_target), list[Any]()
-    wanted = WantedServers(EngineSetting(name="vllm", python=python))
-    heads, how = [str(tmp_path / "head")], {"prompts": [], "chat": DEFAULT_CHAT, "max_new_tokens": 8}
-    asked = WantedMeasurement(target=str(saved_target), heads=heads, num_draft_tokens=3, **how)
-    head = build_head(head_class("eagle3").config_class(type="eagle3"), target)
+@pytest.mark.parametrize("what", ["head", "head with a window", "draft-model", "baseline"])
+def test_blocks_of_a_drafter_that_was_trained_anew_are_not_kept(what, saved_target, python, tmp_path):
+    """Its folder and the command are the same as those of the killed measurement; a window is in the export alone."""
+    wanted, found, drafter = WantedServers(EngineSetting(name="vllm", python=python)), list[Any](), tmp_path / "drafter"
+    if is_head := what.startswith("head"):
+        head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(saved_target))
+        save_head(head, drafter)
+    else:
+        shutil.copytree(saved_target, drafter)
+    spec = f"{'head' if is_head else 'draft-model'}:{drafter}@3"
+    how: dict[str, Any] = {"drafters": [spec]}
+    how = {"drafters": ["ngram@2"], "baseline": spec} if what == "baseline" else how
+    asked = WantedMeasurement(target=str(saved_target), prompts=[], chat=DEFAULT_CHAT, max_new_tokens=8, **how)
     for moved in (0.0, 0.0, 1.0):
-        shutil.rmtree(tmp_path / "head", ignore_errors=True)
-        with torch.no_grad():
-            next(head.parameters()).add_(moved)
-        save_head(head, tmp_path / "head")
+        if moved and what == "head with a window":
+            asked = replace(asked, window="64")
+        else:
+            weights = load_file(drafter / "model.safetensors")
+            save_file({name: one + moved for name, one in weights.items()}, drafter / "model.safetensors")
         found += drafts_of(wanted.served_by, wanted, asked, tmp_path / "heads", longest=64)
     assert found[0] == found[1] and found[1].sides == found[2].sides
     assert found[1].weights[0] == found[2].weights[0] and found[1].weights != found[2].weights
-    [windowed] = drafts_of(wanted.served_by, wanted, replace(asked, window="64"), tmp_path / "heads", longest=64)
-    assert windowed.sides == found[2].sides and windowed.weights != found[2].weights, "vLLM reads it from the export"
-    assert served_words(windowed.drafter) == "head head, window 64, 3 drafts"
+    if asked.window:
+        assert served_words(found[2].drafter) == "head drafter, window 64, 3 drafts"
 
 
-@pytest.mark.parametrize("option", ["drafters", "baseline"])
-def test_blocks_of_a_draft_model_that_was_trained_anew_are_not_kept(option, saved_target, python, tmp_path):
-    wanted, found = WantedServers(EngineSetting(name="vllm", python=python)), list[Any]()
-    shutil.copytree(saved_target, tmp_path / "small")
-    spec = f"draft-model:{tmp_path / 'small'}@3"
-    how: dict[str, Any] = {"drafters": ["ngram@2"], option: [spec] if option == "drafters" else spec}
-    asked = WantedMeasurement(target=str(saved_target), prompts=[], chat=DEFAULT_CHAT, max_new_tokens=8, **how)
-    for moved in (0.0, 1.0):
-        weights = load_file(tmp_path / "small" / "model.safetensors")
-        save_file({name: one + moved for name, one in weights.items()}, tmp_path / "small" / "model.safetensors")
-        found += drafts_of(wanted.served_by, wanted, asked, tmp_path / "heads", longest=64)
-    assert found[0].sides == found[1].sides and found[0].weights != found[1].weights
-
-
-def test_a_head_is_measured_beside_another_drafter(rows, saved_target, python, tmp_path, capsys):
+def test_a_head_is_measured_beside_another_drafter(in_vllm, capsys):
     """Both servers draft, and the page says which is which."""
-    evaluate(target=str(saved_target), drafter=["ngram@5"], baseline_drafter="ngram@2", prompts=[rows], engine="vllm",
-             engine_python=python, max_new_tokens=8, repeats=1, output=tmp_path / "out")  # fmt: skip
-    report, page = report_of(tmp_path / "out")
-    [result] = report["served"]
+    [result], page = in_vllm(drafter=["ngram@5"], baseline_drafter="ngram@2")
     assert '_tokens": 2' in result["commands"][0] and '_tokens": 5' in result["commands"][1]
     assert "vLLM with look-ups, 5 drafts, beside look-ups, 2 drafts: 1 at a time:" in page
     assert "leave drafts off" not in capsys.readouterr().out
 
 
-def test_under_an_adapter_both_sides_serve_it_and_are_asked_by_its_name(rows, saved_target, python, lora, tmp_path):
+def test_under_an_adapter_both_sides_serve_it_and_are_asked_by_its_name(in_vllm, saved_target, lora):
     adapter = lora(saved_target)
-    evaluate(target=str(saved_target), drafter=["ngram@2"], adapter=[str(adapter)], prompts=[rows], engine="vllm",
-             engine_python=python, max_new_tokens=8, repeats=1, output=tmp_path / "out")  # fmt: skip
-    [result] = report_of(tmp_path / "out")[0]["served"]
+    [result], _ = in_vllm(drafter=["ngram@2"], adapter=[str(adapter)])
     assert all(f"--lora-modules {adapter.name}={adapter}" in command for command in result["commands"])
     assert result["failed"] == [] and result["speedup"] is not None, "the stand-in answers under that name alone"
 

@@ -77,6 +77,7 @@ def test_under_a_load_it_is_measured_as_other_servers_are(headstart, world):
         (f"{FILES} --head no.gguf", "--head no.gguf: no such file"),
         (f"{FILES} --head answers.ngrams --num-draft-tokens 3", "looks up at most 8 tokens, as it decides"),
         (f"{FILES} --head HEAD.gguf --tree dynamic", "--tree: is not for servers"),
+        (f"{FILES} --head HEAD.gguf --steps eager", "--steps: is not for servers"),
         (f"{FILES} --drafter ngram", "looks up in a file of answers: --head answers.ngrams"),
         (f"{FILES} --engine triton", "--engine: name 'triton': expected headstart or vllm or sglang or llama-server"),
         (f"{FILES} --engine headstart --engine-args '-t 2'", "--engine: args: goes with another engine"),

@@ -32,16 +32,21 @@ def asked(headstart, chat_target, tmp_path, monkeypatch):
     return call
 
 
-def test_every_turn_is_measured_behind_the_targets_own_answers(asked, tmp_path):
-    _, _, report, _ = asked("--suite spec-bench --batch-size 1 --batch-size 4")
-    for entry in report["results"]:
-        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (4, 8, 8)
-    alone, page = report["results"][0], (tmp_path / "out" / "report.html").read_text()
-    assert alone["num_timed"] == 4 and alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
-    assert "8, the turns of 4" in page
+def test_every_turn_is_measured_in_batches_as_large_as_the_report_says(asked, tmp_path):
+    """The turns of four chats repeat until batches are full; figures have each once, intervals no such batch."""
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["w5 w6"]}) + "\n")
-    code, _, report, _ = asked("--prompts mine.jsonl --overwrite")
-    assert report["results"][0]["num_chats"] == 1
+    _, _, report, _ = asked("--prompts mine.jsonl --suite spec-bench --batch-size 1 --batch-size 3 --batch-size 16")
+    single, entries = report["results"][0], report["results"][3:]
+    for entry in entries:
+        assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (4, 8, 8)
+        assert len(entry["repetition"]["texts"]) == 8 and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
+    alone, threes, sixteen = entries
+    assert (alone["num_timed"], threes["num_timed"], sixteen["num_timed"]) == (4, 2, 1) and single["num_chats"] == 1
+    assert alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
+    assert threes["suite_digest"] == sixteen["suite_digest"]
+    assert "8, the turns of 4" in (tmp_path / "out" / "report.html").read_text()
+    rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
 
 
 def test_a_target_without_a_chat_template_is_measured_on_plain_continuations(asked, chat_target, tmp_path):
@@ -75,8 +80,7 @@ def test_a_suite_is_found_by_its_name(where, asked, tmp_path, monkeypatch):
     assert code == 0 and (entry["suite"], entry["num_prompts"]) == ("spec-bench", 8)
     assert list(entry["by_domain"]) == ["mt_bench", "rag", "qa"] and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
     assert entry["rendering"]["system"] == "w30" and len(entry["rendering"]["template_hash"]) == 16
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Domains of spec-bench" in page
+    assert "Domains of spec-bench" in (tmp_path / "out" / "report.html").read_text()
     assert not (tmp_path / "out" / "measured.jsonl").exists()
 
 
@@ -84,22 +88,11 @@ def test_suites_and_prompt_files_are_measured_in_one_run(asked, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "w5 w6", "domain": "own"}\n')
     code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --thinking off --limit 3")
     assert code == 2 and "mine.jsonl:1: a system prompt, thinking or recorded turns need a" in err and report is None
-    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 3")
-    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench, first 3"]
+    code, err, report, _ = asked("--suite spec-bench --prompts mine.jsonl --limit 1")
+    assert [one["suite"] for one in report["results"]] == ["mine", "spec-bench, first 1"]
     assert "mine: rows of `prompt` are continued as plain text" in err and "spec-bench: rows" not in err
     code, err, _, _ = asked("--suite spec-bench --thinking off --limit 1 --overwrite")
     assert code == 0 and "does not read enable_thinking: --thinking changes nothing" in err
-
-
-def test_as_many_rows_run_as_the_report_says(asked, tmp_path):
-    """The turns of four chats repeat until batches are full; figures have each once, intervals no such batch."""
-    _, _, report, _ = asked("--suite spec-bench --batch-size 3 --batch-size 8")
-    threes, eight = report["results"]
-    rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
-    assert all(len(one["num_committed"]) == row["batch_size"] for row in rounds for one in row["rounds"])
-    assert [(entry["num_prompts"], entry["num_timed"]) for entry in (threes, eight)] == [(8, 2), (8, 1)]
-    assert all(len(entry["repetition"]["texts"]) == 8 for entry in (threes, eight))
-    assert threes["suite_digest"] == eight["suite_digest"] and threes["by_domain"]["mt_bench"]["num_prompts"] == 4
 
 
 def test_prompts_that_fail_are_said_and_the_others_measured(asked, tmp_path):
@@ -148,8 +141,8 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
 
 def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, saved_target, prompts, tmp_path):
     folder = save_head(untrained("eagle3", Target.load(saved_target)), tmp_path / "head")
-    path = prompts(*({"prompt": f"w1 w{i} w9 w{i + 1}"} for i in range(3, 7)))
-    asked = f"eval --max-new-tokens 12 --repeats 1 --target {saved_target} --prompts {path} --output {tmp_path / 'out'}"
+    path = prompts({"prompt": "w1 w3 w9 w4"})
+    asked = f"eval --max-new-tokens 8 --repeats 1 --target {saved_target} --prompts {path} --output {tmp_path / 'out'}"
     code, _, err = headstart(f"{asked} --head {folder} --draft-window 3:1")
     assert code == 0, err
     [result] = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
@@ -162,7 +155,7 @@ def test_a_head_is_measured_with_a_window_and_told_how_to_serve_it(headstart, sa
 
 
 def test_a_drafter_may_have_a_k_of_its_own(saved_target):
-    drafts = WantedDrafts.of([], ["suffix@7", "ngram", "ngram:2@1"], ["chain"], 8, temperature=0.0)
+    drafts = WantedDrafts(["suffix@7", "ngram", "ngram:2@1"], ["chain"], 8, temperature=0.0)
     assert drafts.specs == ("suffix", "ngram", "ngram:2") and drafts.lengths == (7, None, 1)
     drafters = drafts.load(Target.load(saved_target))
     lengths = [each.setting(MeasureConfig(setting=chain(4))).num_draft_tokens for each in drafters]

@@ -48,7 +48,7 @@ def test_a_finished_one_of_other_settings_is_replaced_only_when_asked(command):
     assert json.loads(command.file.read_text())
 
 
-AFTER = [0.3, 2.0, 5.0, 8.0, 12.0]  # seconds: importing, loading, measuring
+AFTER = [0.3, 5.0, 12.0]  # seconds: importing, loading, measuring
 FEW = 6.0  # seconds: the 1.5 that a command has, and what a busy machine adds
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from headstart.eval.measurement import step_times
 
-SMALL = "--max-new-tokens 12 --num-draft-tokens 1 --num-draft-tokens 3 --batch-size 1 --batch-size 2"
+SMALL = "--max-new-tokens 8 --batch-size 1 --num-draft-tokens 1"
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +31,19 @@ def plan(headstart, saved_target, prompts, tmp_path):
 
 
 def test_a_head_is_planned_measured_by_its_confidence_too_and_told_to_engines(plan, head_folder):
-    code, said, found = plan(f"{SMALL} --head {head_folder} --tree dynamic:3")
+    code, said, found = plan(f"{SMALL} --head {head_folder} --num-draft-tokens 3 --tree dynamic:3 --batch-size 2")
     assert code == 0
     cells = {(one["setting"], one["verify_cost"] is None, one["batch_size"]): one for one in found["cells"]}
     settings = {"K 1", "K 3", "dynamic:3"}
     assert {key for key in cells if key[1]} == {(name, True, size) for name in settings for size in (1, 2)}
     for (_, is_fixed, _), one in cells.items():
         assert one["predicted_speedup"] > 0 if is_fixed else one["measured_speedup"] > 0
-        assert one["context"] == 10
+        assert one["context"] == 8
     assert found["check"]["num_cells"] >= 2 and found["check"]["median_error"] >= 0
     assert {one["setting"] for one in found["step_times"]} == {None, *settings}
-    assert [(one["batch_size"], one["context"]) for one in found["recommendation"]] == [(1, 10), (2, 10)]
+    assert [(one["batch_size"], one["context"]) for one in found["recommendation"]] == [(1, 8), (2, 8)]
     low, high = found["vllm_schedule"][0][0], found["vllm_schedule"][-1][1]
-    assert (low, high) == (1, 2) and "2 at a time: " in said
+    assert (low, high) == (1, 2) and "2 at a time: " in said and "trained on" not in said
     assert found["sglang_flags"] is None, "SGLang has no Medusa"
     sure = [(setting, size) for setting, is_fixed, size in cells if not is_fixed]
     assert sure == [("K 3", 1), ("K 3", 2)] and "3 drafts by confidence" in said, "it estimates what is accepted"
@@ -51,38 +51,20 @@ def test_a_head_is_planned_measured_by_its_confidence_too_and_told_to_engines(pl
 
 def test_batches_are_as_large_as_they_are_called(plan):
     """Three prompts repeat until four rows run, where steps are timed and where they are measured."""
-    line = "--max-new-tokens 8 --num-draft-tokens 2 --batch-size 4 --drafter ngram"
-    code, said, found = plan(line)
+    code, said, found = plan("--max-new-tokens 8 --num-draft-tokens 2 --batch-size 4 --drafter ngram")
     assert code == 0 and {one["batch_size"] for one in found["step_times"]} == {4}
     [cell] = found["cells"]
+    assert cell["tree"] == "chain", "n-grams draft chains only"
     assert cell["batch_size"] == 4 and cell["num_timed"] == 1 and cell["measured_ci95"] == [None, None]
     assert "not proved: 1 batch timed, 4 are needed" in " ".join(said.split())
 
 
-@pytest.mark.slow
-def test_what_is_recommended_was_measured(plan):
-    code, _, found = plan(f"{SMALL} --drafter ngram")
-    assert code == 0
-    for one in found["recommendation"]:
-        measured = [c for c in found["cells"] if c["batch_size"] == one["batch_size"] and c["measured_speedup"]]
-        fastest = max(c["measured_speedup"] for c in measured)
-        assert one["measured_speedup"] >= 0.99 * fastest and one["off"] == (fastest <= 1)
-    assert all(one["tree"] == "chain" for one in found["cells"]), "n-grams draft chains only"
-
-
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_a_plan_on_prompts_of_the_heads_training_says_so(
-    plan, headstart, run_config, head_folder, tmp_path, is_trained
-):
+def test_a_plan_on_prompts_of_the_heads_training_says_so(plan, headstart, run_config, tmp_path):
     """One of the three prompts is that of a training row."""
-    head = head_folder
-    if is_trained:
-        assert headstart("train", str(run_config()))[0] == 0
-        head = tmp_path / "run" / "final"
-    line = f"--max-new-tokens 8 --num-draft-tokens 1 --batch-size 1 --tree none --head {head}"
-    code, said, _ = plan(line)
-    assert code == 0
-    assert ("33% of the prompts are prompts that the head was trained on" in " ".join(said.split())) == is_trained
+    assert headstart("train", str(run_config()))[0] == 0
+    head = tmp_path / "run" / "final"
+    code, said, _ = plan(f"{SMALL} --tree none --head {head}")
+    assert code == 0 and "33% of the prompts are prompts that the head was trained on" in " ".join(said.split())
 
 
 def test_without_prompts_a_few_general_ones_are_taken(headstart, saved_target, head_folder, tmp_path):

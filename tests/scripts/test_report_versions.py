@@ -22,6 +22,7 @@ from headstart.eval.suites.prompts import load_suite
 from headstart.scripts.compare import show
 from headstart.scripts.push_command import card, lossless_report
 from headstart.targets.target import Target
+from json_places import GONE, changed, places_in
 
 pytest.importorskip("hypothesis", reason="the dev extra has it")
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +35,6 @@ few = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-GONE = object()
 VALUES = [GONE, None, True, 0, -1, 2, 0.5, 10**30, float("nan"), float("inf"), "", "x", [], {}, [None], [1.0, 2.0, 3.0]]
 mutations = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, len(VALUES) - 1)), min_size=1, max_size=3)
 
@@ -54,29 +54,6 @@ def measured(saved_target, tmp_path_factory) -> Path:
     entry, rounds = measure(target, drafter, suite, config, name=name, training=training)
     write_report(folder / "eval", build_report(target, [entry]), rounds)
     return folder
-
-
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Every key and entry of a document, those of objects before what is in them."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, part in inner for place in ((*path, key), *places(part, (*path, key)))]
-
-
-def changed(document: Any, place: tuple, value: Any) -> Any:
-    """A copy with another value at a place, or none; the same where the place is no more."""
-    copy = json.loads(json.dumps(document))
-    part = copy
-    try:
-        for key in place[:-1]:
-            part = part[key]
-        part[place[-1]]
-    except (KeyError, IndexError, TypeError):
-        return copy
-    if value is GONE:
-        del part[place[-1]]
-    else:
-        part[place[-1]] = value
-    return copy
 
 
 def read_by_all(measured: Path, document: Any, scratch: Path) -> None:
@@ -123,7 +100,7 @@ def test_another_schema_version_is_named(version, measured, tmp_path):
 @given(wrong=mutations)
 def test_a_report_with_other_keys_is_read_or_refused(wrong, measured, tmp_path_factory):
     document = json.loads((measured / "eval" / "report.json").read_text())
-    at = places(document)
     for place, value in wrong:
+        at = list(places_in(document, in_lists=True))
         document = changed(document, at[place % len(at)], VALUES[value])
     read_by_all(measured, document, tmp_path_factory.getbasetemp() / "read")

@@ -50,7 +50,6 @@ Accepted = Result | AcceptancePart  # acceptance over some rounds
 
 
 def tokens(part: Accepted) -> str:
-    """An acceptance_length in words."""
     return f"{part.acceptance_length:.2f} tokens per forward"
 
 
@@ -117,7 +116,6 @@ def validated(case: Case) -> AcceptancePart | None:
 
 
 def sortable_length(part: Accepted) -> float:
-    """An acceptance_length, to sort by."""
     return part.acceptance_length or 0.0
 
 

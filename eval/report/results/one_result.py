@@ -71,11 +71,10 @@ def num_timed(result: Result) -> int:
     return -(-result.num_prompts // result.batch_size) if known is None else known
 
 
-def timed_words(result: Result, count: int | None = None) -> str:
+def timed_words(result: Result) -> str:
     """What the interval of the speedup is over: `20 prompts`, `1 batch of 4`; `20 chats` where a result has chats of
-    several turns, each of which counts once. Args: count: of them; None: all that were timed."""
-    size, unit = result.batch_size, "chat" if result.has_turns else "prompt"
-    count = num_timed(result) if count is None else count
+    several turns, each of which counts once."""
+    size, unit, count = result.batch_size, "chat" if result.has_turns else "prompt", num_timed(result)
     return counted_words(count, unit) if size == 1 else f"{counted_words(count, 'batch')} of\xa0{size}"
 
 

@@ -216,6 +216,6 @@ def test_what_cannot_be_drafted_is_refused(target, target_as_drafter):
     for name, drafter, num_draft, line in cases:
         with pytest.raises(BadInput, match=line):
             named_tree(name, target, drafter, num_nodes=4, num_draft_tokens=num_draft)
-    assert WantedDrafts.of([], ["ngram"], ["sampled-chain"], 8, temperature=0.7).trees == ["sampled-chain"]
+    assert WantedDrafts(["ngram"], ["sampled-chain"], 8, temperature=0.7).trees == ["sampled-chain"]
     with pytest.raises(BadInput, match="^--tree sampled-chain: needs --temperature above 0$"):
-        WantedDrafts.of([], ["ngram"], ["sampled-chain"], 8, temperature=0.0)
+        WantedDrafts(["ngram"], ["sampled-chain"], 8, temperature=0.0)

@@ -248,6 +248,6 @@ def test_a_cost_below_nothing_is_refused(target):
     with pytest.raises(BadInput, match=r"^verify_cost -0.1: expected 0 or more$"):
         generate(target, block(target), [1], verify_cost=-0.1)
     with pytest.raises(BadInput, match=r"^--verify-cost cheap: expected measured, or a number above 0$"):
-        WantedDrafts.of([], ["ngram"], ["chain"], 8, temperature=0, verify_cost="cheap")
+        WantedDrafts(["ngram"], ["chain"], 8, temperature=0, verify_cost="cheap")
     with pytest.raises(BadInput, match=r"^--verify-cost 0.1: none of ngram estimates what is accepted$"):
-        WantedDrafts.of([], ["ngram"], ["chain"], 8, temperature=0, verify_cost="0.1").load(target)
+        WantedDrafts(["ngram"], ["chain"], 8, temperature=0, verify_cost="0.1").load(target)

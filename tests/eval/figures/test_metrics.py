@@ -59,49 +59,35 @@ def test_nothing_reached_is_no_rate():
 # Acceptance, from teacher-forced hits
 
 
-def expected(mask, hits_at, *, num_depths, num_draft=None):
+EVERY = {t: [1, 1, 1, 1] for t in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "hits_at", "num_depths", "num_draft", "rounds", "committed", "tried", "taken"),
+    [
+        # prompt x_0 x_1, answer x_2 .. x_9: t = 1 takes 2, t = 4 none, t = 5 one, t = 7 one and the text ends
+        ("0011111111", {1: [1, 1], 2: [1, 1], 4: [0, 1], 5: [1, 0], 7: [1, 1]}, 2, 2, 4, 3 + 1 + 2 + 1, [4, 2], [3, 1]),
+        # x_1 .. x_3: the round at t = 0 accepts x_2 and x_3, and nothing follows: no bonus; one token more is one
+        ("0111", {0: [1, 1]}, 2, 2, 1, 2, [1, 1], [1, 1]),
+        ("01111", {0: [1, 1]}, 2, 2, 1, 3, [1, 1], [1, 1]),
+        ("0111011", {0: [1, 1]}, 2, 2, 2, 2 + 1, [2, 1], [1, 1]),
+        # several answers in a row are texts of their own: two rounds of two tokens
+        ("0011100111", EVERY, 3, 3, 2, 4, [2, 2, 0], [2, 2, 0]),
+        # fewer drafts than depths
+        ("0111111111", EVERY, 4, 1, 4, 8, [4], [4]),
+        # all misses are one token per round
+        ("01111", {}, 3, 3, 3, 3, [3, 0, 0], [0, 0, 0]),
+    ],
+)
+def test_rounds_are_walked_through_a_text(mask, hits_at, num_depths, num_draft, rounds, committed, tried, taken):
     """hits_at: {t: hits at each depth}; chains that are not named miss everywhere."""
-    starts = chain_starts(torch.tensor([mask]).bool(), num_depths)
+    starts = chain_starts(torch.tensor([list(map(int, mask))]).bool(), num_depths)
     hits = torch.zeros_like(starts.valid)
     for s, t in enumerate(starts.positions[0].tolist()):
-        hits[0, s] = torch.tensor(hits_at.get(t, [0] * num_depths)).bool() & starts.valid[0, s]
-    return expected_acceptance(starts, hits, num_draft_tokens=num_draft or num_depths)
-
-
-def test_rounds_are_walked_through_a_text():
-    """Prompt x_0 x_1, answer x_2 .. x_9, K = 2: t = 1 takes 2, t = 4 none, t = 5 one, t = 7 one and the text ends."""
-    hits = {1: [1, 1], 2: [1, 1], 4: [0, 1], 5: [1, 0], 7: [1, 1]}
-    counted = expected([0] * 2 + [1] * 8, hits, num_depths=2)
-    assert counted.num_rounds == 4
-    assert counted.num_committed == 3 + 1 + 2 + 1
-    assert counted.tried == [4, 1 + 1] and counted.taken == [3, 1]
-
-
-def test_the_end_accepted_as_last_draft_of_a_full_round_brings_no_bonus():
-    """x_1 .. x_3, K = 2: the round at t = 0 accepts x_2 and x_3, and nothing follows; one token more is a bonus."""
-    assert expected([0, 1, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 2
-    assert expected([0, 1, 1, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 3
-    assert expected([0, 1, 1, 1, 0, 1, 1], {0: [1, 1]}, num_depths=2).num_committed == 2 + 1
-
-
-def test_several_answers_in_a_row_are_texts_of_their_own():
-    """Answers x_2 .. x_4 and x_7 .. x_9, every draft right, K = 3: two rounds of two tokens."""
-    every = {t: [1, 1, 1] for t in range(10)}
-    counted = expected([0, 0, 1, 1, 1, 0, 0, 1, 1, 1], every, num_depths=3)
-    assert (counted.num_rounds, counted.num_committed) == (2, 4)
-    assert counted.tried == counted.taken == [2, 2, 0]
-
-
-def test_fewer_drafts_than_depths():
-    every = {t: [1, 1, 1, 1] for t in range(10)}
-    counted = expected([0] + [1] * 9, every, num_depths=4, num_draft=1)
-    assert (counted.num_rounds, counted.num_committed) == (4, 8)
-    assert counted.tried == counted.taken == [4]
-
-
-def test_all_misses_are_one_token_per_round():
-    counted = expected([0, 1, 1, 1, 1], {}, num_depths=3)
-    assert counted.length == 1 and counted.rate == [0, None, None]
+        hits[0, s] = torch.tensor(hits_at.get(t, [0] * num_depths)[:num_depths]).bool() & starts.valid[0, s]
+    counted = expected_acceptance(starts, hits, num_draft_tokens=num_draft)
+    assert (counted.num_rounds, counted.num_committed) == (rounds, committed)
+    assert (counted.tried, counted.taken) == (tried, taken)
 
 
 # Intervals
@@ -140,9 +126,13 @@ def test_intervals_hold_the_truth_from_the_least_number_of_prompts_on(scenario):
     truth = base.sum() / spec.sum()
     for count in (LEAST_TIMED, 8, 16, 32):
         pairs = zip(*(side.tolist() for side in answers(scenario, DRAWS, count, source)), strict=True)
-        ends = torch.tensor([ratio_and_interval(*pair)[1] for pair in pairs])
-        too_high, too_low = (ends[:, 0] > truth).double().mean(), (ends[:, 1] < truth).double().mean()
-        assert max(too_high, too_low) < 0.04, (count, too_high, too_low)
+        assert misses([ratio_and_interval(*pair)[1] for pair in pairs], truth) < 0.04, count
+
+
+def misses(intervals, truth) -> float:
+    """The share of intervals of which an end, the worse one of both, is on the wrong side of the truth."""
+    ends = torch.tensor(intervals)
+    return max((ends[:, 0] > truth).double().mean().item(), (ends[:, 1] < truth).double().mean().item())
 
 
 def width(ends) -> float:
@@ -204,10 +194,9 @@ def test_paired_intervals_hold_the_truth_and_are_narrower():
     truth = (second.sum() / first.sum()).item()
     for count in (LEAST_TIMED, 8, 16, 32):
         cases = list(zip(*(side.tolist() for side in drawn(DRAWS, count)), strict=True))
-        ends = torch.tensor([relative_and_interval((b, f), (b, s))[1] for b, f, s in cases])
-        too_high, too_low = (ends[:, 0] > truth).double().mean(), (ends[:, 1] < truth).double().mean()
-        assert max(too_high, too_low) < 0.04, (count, too_high, too_low)
-    single = torch.tensor([ratio_and_interval(b, f)[1] for b, f, _ in cases])
+        paired = [relative_and_interval((b, f), (b, s))[1] for b, f, s in cases]
+        assert misses(paired, truth) < 0.04, count
+    ends, single = torch.tensor(paired), torch.tensor([ratio_and_interval(b, f)[1] for b, f, _ in cases])
     assert (ends.log().diff().mean() / single.log().diff().mean()).item() < 0.8
 
 

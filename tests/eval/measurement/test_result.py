@@ -16,16 +16,10 @@ from headstart.eval.measurement.result import (
 from headstart.eval.proof.lossless import Divergence, LosslessReport
 from headstart.eval.proof.sampling_check import SamplingCheck
 from headstart.eval.suites.prompts import FailedPrompt
-from results import made_result
+from results import TRAINED, made_result
 
 RECORD = {
-    "max_length": 256,
-    "num_depths": 3,
-    "template_hash": "aa",
-    "prompt_ending": {"token_ids": [4], "text": "<|assistant|>"},
-    "target_dtype": "float32",
-    "target_quantization": None,
-    "answers": [{"temperature": 0.7, "top_p": 1.0, "top_k": 0, "thinking": True}],
+    **TRAINED,
     "of_a_later_version": {"kept": [1]},
     "steps": 10,
     "validation": {

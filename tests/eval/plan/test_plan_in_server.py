@@ -11,11 +11,11 @@ from headstart.eval.plan.in_server import (
     checked,
     finalists,
     forecast,
-    forecast_error,
     rates_in,
     steps_by_batch_size,
     steps_per_second,
 )
+from headstart.eval.plan.prediction import errors
 from headstart.eval.served.figures import Percentiles, SideFigures
 from headstart.eval.served.load import Load
 from headstart.eval.served.served_result import ServedResult, ServerAcceptance
@@ -64,8 +64,8 @@ def test_the_best_forecast_is_measured_and_its_error_shown():
     truth = measured(7, 1)
     slower = ServedResult(**{**vars(truth), "speedup": (truth.speedup or 0.0) / 1.1})
     found = checked(cells, [slower])
-    assert forecast_error(found).num_cells == 1 and forecast_error(found).max_error == pytest.approx(0.1, abs=1e-3)
-    assert forecast_error(cells).num_cells == 0
+    assert errors(found).num_cells == 1 and errors(found).max_error == pytest.approx(0.1, abs=1e-3)
+    assert errors(cells).num_cells == 0
 
 
 def test_sglang_reads_forwards_per_second_and_k_by_batch_size():
@@ -97,10 +97,10 @@ def test_a_plan_is_made_in_the_server(python, saved_target, tmp_path, capsys):
     rows = "".join(json.dumps({"input_ids": [1, 5 + i]}) + "\n" for i in range(4))
     (tmp_path / "rows.jsonl").write_text(rows)
     how: dict[str, Any] = {"target": str(saved_target), "prompts": str(tmp_path / "rows.jsonl"), "max_new_tokens": 8}
-    how |= {"engine": "vllm", "engine_python": python, "drafter": "ngram", "num_draft_tokens": [1, 2, 3]}
+    how |= {"engine": "vllm", "engine_python": python, "drafter": "ngram", "num_draft_tokens": [1, 2]}
     plan(**how, batch_size=[1, 2], output=tmp_path / "out")
     told = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert len(told["cells"]) == 6 and told["acceptance_rate"] and told["engine"] == "vllm"
+    assert len(told["cells"]) == 4 and told["acceptance_rate"] and told["engine"] == "vllm"
     said = capsys.readouterr().out
     assert said.startswith("timed in vLLM's own server") and "vLLM with look-ups, 1 draft: 1 at a time:" in said
     assert "\nlook-ups: speedup as measured" in said

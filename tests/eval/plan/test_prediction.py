@@ -45,11 +45,13 @@ class Times(StepTable):
 def accepted(length, per_round, *, tokens=(13, 13), tree=None, name=""):
     """A setting of which each round commits per_round tokens."""
     rounds = [round((new - 1) / per_round) for new in tokens]
-    emitted = [
-        [(new - 1) // num + (i < (new - 1) % num) for i in range(num)] for new, num in zip(tokens, rounds, strict=True)
-    ]
     counted = Acceptance(sum(rounds), round(sum(rounds) * per_round), [1] * length, [1] * length)
-    return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, emitted)
+    return Accepted(DraftSetting(name or f"K {length}", length, tree), counted, rounds, list(tokens))
+
+
+def predicted(*settings, times=Times(), batch_sizes=(1,)):
+    """Cells of two prompts."""
+    return predict_cells(settings, Workload([5, 5], 13), times, batch_sizes=batch_sizes)
 
 
 def measured(cells, *speedups):
@@ -57,20 +59,20 @@ def measured(cells, *speedups):
     return [replace(cell, measured_speedup=value) for cell, value in zip(cells, speedups, strict=True)]
 
 
-def speedup_of(*arguments, batch_size):
-    """The ratio of the times without drafts and with them, all batches together."""
-    plain, drafted = workload_times(*arguments, batch_size=batch_size)
-    return sum(plain) / sum(drafted)
-
-
-def test_rows_that_have_ended_are_not_charged():
-    """Rows of 13 and 7 tokens, 3 per round: on average 9 baseline steps against 3 rounds and the prompts' reading."""
-    one = accepted(2, 3, tokens=(13, 7))
-    work = Workload([5, 5], 13)
-    speedup = speedup_of(one, work, Times(reading_ms=6), batch_size=2)
-    assert speedup == pytest.approx(9 * 10 / (3 * (10 + 4) + 6))
-    alone = speedup_of(one, work, Times(reading_ms=6), batch_size=1)
-    assert alone == pytest.approx((12 + 6) * 10 / (4 * 12 + 6 + 2 * 12 + 6))
+@pytest.mark.parametrize(
+    ("tokens", "size", "reading_ms", "expected"),
+    [
+        # 3 per round: on average 9 baseline steps against 3 rounds and the prompts' reading
+        ((13, 7), 2, 6, 9 * 10 / (3 * (10 + 4) + 6)),
+        ((13, 7), 1, 6, (12 + 6) * 10 / (4 * 12 + 6 + 2 * 12 + 6)),
+        # of three prompts in twos the first comes again: two batches, of 9 and 10.5 baseline steps per row
+        ((13, 7, 10), 2, 0, (9 + 10.5) * 10 / (3 * 14 + 3.5 * 14)),
+    ],
+)
+def test_rows_that_have_ended_are_not_charged_and_batches_are_full(tokens, size, reading_ms, expected):
+    work = Workload([5] * len(tokens), 13)
+    plain, drafted = workload_times(accepted(2, 3, tokens=tokens), work, Times(reading_ms=reading_ms), batch_size=size)
+    assert sum(plain) / sum(drafted) == pytest.approx(expected)
 
 
 def test_busy_rows_give_leviathans_formula():
@@ -80,8 +82,7 @@ def test_busy_rows_give_leviathans_formula():
 
 
 def test_the_fastest_is_recommended_and_off_where_nothing_pays():
-    settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 2, 16))
+    cells = predicted(accepted(1, 1.5), accepted(2, 2), accepted(6, 3), batch_sizes=(1, 2, 16))
     assert len(cells) == 3 * 3
     advice = {one.cell.batch_size: one for one in recommend_cells(cells)}
     assert advice[1].cell.setting.name == "K 6" and not advice[1].is_off
@@ -90,15 +91,10 @@ def test_the_fastest_is_recommended_and_off_where_nothing_pays():
     assert advice[16].cell.predicted_speedup == pytest.approx(1.5 * 10 / 26, abs=1e-4)
 
 
-def test_of_settings_that_are_as_fast_the_one_that_drafts_least_is_recommended():
-    settings = [accepted(2, 3), accepted(6, 3)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,))
+def test_what_was_measured_decides_and_of_equals_the_one_that_drafts_least():
+    cells = predicted(accepted(2, 3), accepted(6, 3), times=Times(free=99))
     assert recommend_cells(cells)[0].cell.setting.name == "K 2"
-
-
-def test_what_was_measured_decides():
-    settings = [accepted(1, 1.5), accepted(2, 2), accepted(6, 3)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    cells = predicted(accepted(1, 1.5), accepted(2, 2), accepted(6, 3))
     assert [one.cell.setting.name for one in recommend_cells(measured(cells, 1.6, 1.4, None))] == ["K 1"], (
         "though K 6 is predicted"
     )
@@ -107,8 +103,7 @@ def test_what_was_measured_decides():
 
 def test_the_lower_end_of_the_interval_decides_where_it_holds():
     """K 1 is slower by its point, but surer; an interval over three prompts decides nothing."""
-    settings = [accepted(1, 1.5), accepted(2, 2)]
-    cells = measured(predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,)), 1.4, 1.6)
+    cells = measured(predicted(accepted(1, 1.5), accepted(2, 2)), 1.4, 1.6)
     intervals = ([1.2, 1.6], [0.9, 2.8])
     few, enough = (
         [
@@ -128,8 +123,7 @@ def test_the_lower_end_of_the_interval_decides_where_it_holds():
 
 def test_few_prompts_are_not_ranked_by_how_far_they_spread(target):
     """Widened, the end of K 3 is the highest of all by a tenth, with the lowest speedup: of `auto` on a real model."""
-    settings = [accepted(3, 2.7), accepted(4, 3), accepted(5, 3.1)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    cells = predicted(accepted(3, 2.7), accepted(4, 3), accepted(5, 3.1))
     seen = [(2.30, (1.894, 2.78), 1.51), (2.50, (1.895, 3.31), 1.37), (2.57, (1.936, 3.40), 1.39)]
     cells = [
         replace(cell, measured_speedup=speedup, measured_ci95=ends, measured_low=low, num_timed=5)
@@ -145,7 +139,7 @@ def test_few_prompts_are_not_ranked_by_how_far_they_spread(target):
 
 def test_the_best_of_several_has_to_hold_for_one_of_several():
     """As `headstart eval` has it: of settings that gain nothing, the best of four often seems to."""
-    [cell] = predict_cells([accepted(1, 1.5)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    [cell] = predicted(accepted(1, 1.5))
     gains = [1.3, 1.0, 1.35, 1.15, 1.02, 1.2]
     seen = [Observation([i], 10, 15, gain, 1.0) for i, gain in enumerate(gains)]
     speedup, ends = ratio_and_interval(gains, [1.0] * 6)
@@ -156,20 +150,12 @@ def test_the_best_of_several_has_to_hold_for_one_of_several():
     assert [recommend_cells([one])[0].is_off for one in (alone, of_four)] == [False, True]
 
 
-def test_batches_are_full_in_predictions_too():
-    """Of three prompts in twos the first comes again: two batches, of 9 and 10.5 baseline steps per row."""
-    one = accepted(2, 3, tokens=(13, 7, 10))
-    speedup = speedup_of(one, Workload([5, 5, 5], 13), Times(), batch_size=2)
-    assert speedup == pytest.approx((9 + 10.5) * 10 / (3 * 14 + 3.5 * 14))
-
-
 def test_the_shortlist_has_the_most_promising_of_each_batch_size():
     settings = [accepted(length, 2 + length / 100) for length in range(1, 8)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 16))
+    cells = predicted(*settings, batch_sizes=(1, 16))
     found = shortlist(cells)
     assert [one.setting.name for one in found if one.batch_size == 1] == ["K 1", "K 2", "K 3"]
-    many = shortlist(predict_cells(settings, Workload([5, 5], 13), Times(free=99), batch_sizes=(1,)))
-    assert len(many) == 4
+    assert len(shortlist(predicted(*settings, times=Times(free=99)))) == 4
 
 
 def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
@@ -180,12 +166,14 @@ def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
         for size in (low, high):
             gains = {0: 1.0, 1: 1.5 * 10 / (10 + size), 6: 3 * 10 / (10 + 6 * size)}
             assert gains[length] >= 0.99 * max(gains.values())
+    near = [accepted(1, 2.0), accepted(2, 2.005)]
+    assert len(schedule_for_vllm(near, Times(free=999), max_batch_size=64, context=9)) == 1, "for one percent"
 
 
 def test_what_was_measured_stands_in_the_schedule():
     """Though predictions would have 6, 1 and then no drafts: at 1, 8 and 16 rows chains were measured."""
     settings = [accepted(1, 1.5), accepted(6, 3)]
-    cells = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1, 8, 16))
+    cells = predicted(*settings, batch_sizes=(1, 8, 16))
     fastest = {1: "K 1", 8: "K 6"}
     checked = measured(cells, *(1.4 if cell.setting.name == fastest.get(cell.batch_size) else 0.9 for cell in cells))
     lengths = measured_lengths(checked)
@@ -197,39 +185,32 @@ def test_what_was_measured_stands_in_the_schedule():
     assert measured_lengths(cells) == {}
 
 
-def test_a_schedule_does_not_change_for_one_percent():
-    """K 1 and K 2 within a percent of each other at all sizes: one range."""
-    settings = [accepted(1, 2.0), accepted(2, 2.005)]
-    assert len(schedule_for_vllm(settings, Times(free=999), max_batch_size=64, context=9)) == 1
-
-
 def test_sglang_is_told_the_best_chain_or_dynamic_tree_and_llama_cpp_the_best_chain(target):
     eagle3, medusa = (untrained(name, target) for name in ("eagle3", "medusa"))
     tree = accepted(3, 4, tree=DynamicTree(num_nodes=15, depth=3, top_k=4), name="dynamic:15")
-    settings = [accepted(2, 2), tree]
     for free, wanted in (
         (99, "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"),
         (0, "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"),
     ):
-        cells = predict_cells(settings, Workload([5, 5], 13), Times(free=free), batch_sizes=(1, 2))
+        cells = predicted(accepted(2, 2), tree, times=Times(free=free), batch_sizes=(1, 2))
         flags = for_sglang(cells, eagle3)
         assert flags == f"--speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD {wanted}"
     assert for_sglang(cells, medusa) is None and for_llamacpp(cells, medusa) is None
     llama = "-md HEAD.gguf --spec-type draft-eagle3 --spec-draft-n-max 2 --spec-draft-p-min 0"
     assert for_llamacpp(cells, eagle3) == llama, "chains alone"
-    useless = predict_cells([accepted(2, 1)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    useless = predicted(accepted(2, 1))
     assert for_sglang(useless, eagle3) is None and for_llamacpp(useless, eagle3) is None
 
 
 def test_what_is_verified_by_confidence_can_be_recommended_and_is_told_to_no_engine(target):
     """Nothing is predicted of it, and engines have a fixed K."""
-    [cell] = predict_cells([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    [cell] = predicted(accepted(2, 2))
     cell = replace(cell, measured_speedup=1.5, measured_ci95=(1.4, 1.6), measured_low=1.4, num_timed=8)
     sure = replace(cell, setting=replace(cell.setting, verify_cost=0.1), predicted_speedup=None, measured_speedup=1.8)
     sure = replace(sure, measured_ci95=(1.7, 1.9), measured_low=1.7)
     [advice] = recommend_cells([cell, sure])
     assert advice.cell.title == "K 2 by confidence" and advice.to_json()["verify_cost"] == 0.1
-    assert errors((one.predicted_speedup, one.measured_speedup) for one in (cell, sure)).num_cells == 1
+    assert errors((cell, sure)).num_cells == 1
     assert measured_lengths([sure]) == {} and measured_lengths([cell]) == {1: 2}
     eagle3 = untrained("eagle3", target)
     assert for_llamacpp([sure], eagle3) is None and for_sglang([sure], eagle3) is None
@@ -238,8 +219,7 @@ def test_what_is_verified_by_confidence_can_be_recommended_and_is_told_to_no_eng
 def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(target):
     """Its lower end, 1.6, is below the other's predicted 1.8; its speedup is not."""
     eagle3 = untrained("eagle3", target)
-    settings = [accepted(2, 2), accepted(3, 3)]
-    less, more = predict_cells(settings, Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    less, more = predicted(accepted(2, 2), accepted(3, 3))
     less = replace(less, predicted_speedup=1.8)
     held = {"measured_ci95": (1.7, 2.3), "measured_low": 1.6, "num_timed": 8}
     told = for_llamacpp([less, replace(more, measured_speedup=2.0, **held)], eagle3)
@@ -260,7 +240,7 @@ def test_flags_of_a_measured_setting_are_not_lost_to_one_that_is_only_predicted(
 )
 def test_flags_are_those_of_the_way_the_head_drafts_in(family, options, sglang, llamacpp, target):
     head = untrained(family, target, **options)
-    cells = predict_cells([accepted(2, 2)], Workload([5, 5], 13), Times(), batch_sizes=(1,))
+    cells = predicted(accepted(2, 2))
     for told, wanted in ((for_sglang(cells, head), sglang), (for_llamacpp(cells, head), llamacpp)):
         assert told is None if wanted is None else wanted in (told or "")
 

@@ -10,7 +10,7 @@ from headstart.eval.measurement.result import LikeTraining, RenderedChats, Resul
 from headstart.eval.report.causes.acceptance_causes import wrong_template
 from headstart.eval.report.causes.diagnosis import diagnose
 from headstart.eval.report.causes.findings import Case, accepted_share, at_depth, below_validation, merged
-from results import made_result
+from results import TRAINED, made_result
 
 OTHER = RenderedChats(template_hash="bb")  # than that of training
 GOOD, BAD = [0.9, 0.8, 0.8], [0.6, 0.5, 0.4]
@@ -22,17 +22,6 @@ def part(rates, rounds=1000):
 
 def validation(rates, decoded):
     return RecordedValidation(**vars(part(rates)), decoded=part(decoded, 300))
-
-
-TRAINED = {
-    "max_length": 256,
-    "num_depths": 3,
-    "template_hash": "aa",
-    "prompt_ending": {"token_ids": [4], "text": "<|assistant|>"},
-    "target_dtype": "float32",
-    "target_quantization": None,
-    "answers": [{"temperature": 0.7, "top_p": 1.0, "top_k": 0, "thinking": True}],
-}
 
 
 def entry(rates=BAD, *, trained=(), **changes) -> Result:

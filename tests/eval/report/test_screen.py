@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from headstart.eval.report.conclusion import Conclusion, conclude
+from headstart.eval.report.conclusion import Conclusion, Table
 from headstart.eval.report.console import details, results_table
 from headstart.eval.report.page import render
+from headstart.eval.report.recommendation import conclude
 from headstart.eval.report.results.document import read_report
 from headstart.eval.report.results.drafter_words import drafter_words
 from headstart.eval.report.screen import MOST_LINES, WIDTH, screen_lines
-from headstart.eval.report.table import Table
 
 REPORTS = sorted((Path(__file__).parents[3] / "docs" / "results").glob("*/*report.json"))
 
