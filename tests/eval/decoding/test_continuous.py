@@ -8,17 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from drafted import untrained
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import Texts
 from headstart.eval.decoding.stopping import Stop
-from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.drafters.lookup import SuffixDrafter
 from headstart.targets.target import Target
-from joining import check_joining, joined_texts
-from perturbing import perturb
+from joining import joined_texts
 
 PROMPTS = [[5 + i, 7, 11 + i, 3][: 1 + i % 4] * (1 + i % 3) for i in range(11)]
 
@@ -55,32 +51,6 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     texts = joined_texts(target, prompts, batch_size=2, max_new_tokens=14)
     assert texts == [alone(target, prompt, max_new_tokens=14) for prompt in prompts]
     assert kept == [0, 6, 7, 5, 0, 0]
-
-
-@pytest.mark.fast_only(head_type=["block", "eagle3"], num_joining=[2])
-@pytest.mark.parametrize("num_joining", [1, 2])
-def test_heads_draft_for_rows_that_join_and_leave_what_they_draft_for_one_alone(
-    head_type, num_joining, tiny_target, monkeypatch
-):
-    """As many rounds for as many tokens, and the same answers. Six tokens, so that many a guess is right."""
-    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
-    target = tiny_target("llama", vocab_size=6, eos_token_id=None)
-    head = perturb(untrained(head_type, target), 0.1, seed=3)
-    prompts = [[token % 6 for token in prompt] for prompt in PROMPTS[:7]]
-    assert max(check_joining(target, prompts, head, monkeypatch)) > 1
-
-
-OTHERS = {
-    "look-ups": lambda target, tiny_target: SuffixDrafter(),
-    "a draft model": lambda target, tiny_target: DraftModelDrafter(tiny_target("llama", num_hidden_layers=2)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_drafters_too(name, target, tiny_target, monkeypatch):
-    prompts = [*PROMPTS[:5], [3 + 7 * i % 50 for i in range(60)], [3 + 5 * i % 50 for i in range(90)]]
-    check_joining(target, prompts, OTHERS[name](target, tiny_target), monkeypatch)
 
 
 def test_a_round_is_launched_before_the_last_ones_tokens_are_read(target, monkeypatch):

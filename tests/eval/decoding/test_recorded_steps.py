@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from headstart.heads.drafting.trees import DynamicTree, SampledChain
 from headstart.targets.caches.ring_cache import DraftWindow
 from headstart.targets.cpu import joined_decoder
 from headstart.targets.cpu.joined_decoder import JoinedDecoder
-from joining import check_joining
+from joining import joined_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -197,34 +196,18 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return recorded
 
 
-def check_recorded_joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_recorded_joining(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of a few tokens and of more than 128 slots, three at a time: what is recorded for few slots serves again
     when the long ones have left."""
     prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
+    alone = [generate(target, None, prompt, max_new_tokens=14).token_ids[0] for prompt in prompts]
     monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")
-    check_joining(target, prompts, head, monkeypatch)
+    assert joined_texts(target, prompts, batch_size=3, max_new_tokens=14) == alone
 
 
-@pytest.mark.slow
-def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, monkeypatch):
-    """Of a row that joins a graph sees caches alone, which are written in place. Six tokens, so that many a guess is
-    right."""
-    target, take_row = tiny_target("llama", vocab_size=6, eos_token_id=None), continuous.take_row
-
-    def taken(into: Any, *others: Any) -> None:
-        take_row(into, *others)
-        if is_dataclass(into):
-            for tensor in vars(into).values():
-                if isinstance(tensor, torch.Tensor):
-                    tensor.zero_()
-
-    monkeypatch.setattr(continuous, "take_row", taken)
-    check_recorded_joining(target, untrained(head_type, target), monkeypatch)
-    assert len(captured) == 4, "each step, for 128 slots and for more"
-
-
-def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
-    check_recorded_joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
+def test_rows_join_and_leave_recorded_rounds(tiny_target, captured, monkeypatch):
+    """Of a row that joins a graph sees caches alone, which are written in place."""
+    check_recorded_joining(tiny_target("llama", vocab_size=6, eos_token_id=None), monkeypatch)
     assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
 
 
@@ -234,7 +217,7 @@ def test_prompts_that_join_together_are_read_without_the_host(
     family, num_joining, tiny_target, recorded_strictly, monkeypatch
 ):
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
-    check_recorded_joining(tiny_target(family, vocab_size=64), None, monkeypatch)
+    check_recorded_joining(tiny_target(family, vocab_size=64), monkeypatch)
 
 
 @pytest.mark.parametrize(
