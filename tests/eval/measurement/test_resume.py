@@ -167,11 +167,3 @@ def test_nothing_is_written_before_a_batch_is_measured(tmp_path):
         assert store.get("a", 0) is None
         store.finish()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_drafter_in_the_memory_of_one_that_is_gone_has_its_own_digest(tmp_path):
-    """As with `--adapter`, where each target has its own drafters, one after the other."""
-    with BatchStore(tmp_path) as store:
-        for most in range(20):  # of which most get the place of the one before
-            assert store.digest_of(drafter := NgramDrafter(most + 1)) == identity(drafter)
-            del drafter
