@@ -17,18 +17,11 @@ from ...targets.caches.ring_cache import DraftWindow
 from ...targets.loading import TargetConfig, read_model_config
 from ...targets.target import Target
 from .answers import Answers, load_answers
-from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model, naming_draft_model
+from .draft_model import load_draft_model, naming_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
 
 MOST_NGRAM = 64  # tokens; every text keeps all of its n-grams up to that length
-
-
-def draft_model(target: Target, path: str) -> Drafter:
-    model = load_draft_model(path, target)
-    if not has_tokenizer_of(target, model):
-        raise BadInput(f"draft model {path}: has another tokenizer than target {target.name}")
-    return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
 
 
 def answers_for(target: Target, path: str) -> Answers | None:
@@ -70,7 +63,7 @@ class DrafterEntry:
 DRAFTERS = {
     "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
     "suffix": DrafterEntry(lambda target, path: SuffixDrafter(answers=answers_for(target, path)), "ANSWERS"),
-    "draft-model": DrafterEntry(draft_model, "PATH"),
+    "draft-model": DrafterEntry(lambda target, path: load_draft_model(path, target), "PATH"),
     "hybrid": DrafterEntry(hybrid, "PATH[:ANSWERS]"),
     "head": DrafterEntry(lambda target, path: finite_head(path, target), "PATH"),
 }

@@ -79,21 +79,15 @@ def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
     return timed
 
 
-def first_prompts(suites: Iterable[Suite]) -> dict[int, tuple[int, ...]]:
-    """The first prompt of each chat that these parts of a suite have, by the number of its first turn."""
-    firsts: dict[int, tuple[int, ...]] = {}
-    for suite in suites:
-        for source, prompt in zip(suite.sources, suite.prompts, strict=True):
-            firsts.setdefault(source.first, tuple(prompt))
-    return firsts
-
-
 def timed_units(batches: Iterable[MeasuredBatch]) -> list[list[MeasuredBatch]]:
     """The timed batches, each an observation. Those of the same chats are one together, as a chat's turns are alike,
     and so are those of the same prompts, which a file may have twice: they say no more of other traffic."""
     units: dict[frozenset[tuple[int, ...]], list[MeasuredBatch]] = {}
     timed = timed_batches(batches)
-    firsts = first_prompts(batch.suite for batch in timed)
+    firsts: dict[int, tuple[int, ...]] = {}  # the first prompt of each chat, by the number of its first turn
+    for batch in timed:
+        for source, prompt in zip(batch.suite.sources, batch.suite.prompts, strict=True):
+            firsts.setdefault(source.first, tuple(prompt))
     for batch in timed:
         units.setdefault(frozenset(firsts[source.first] for source in batch.suite.sources), []).append(batch)
     return list(units.values())
