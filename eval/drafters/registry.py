@@ -1,7 +1,6 @@
 """Drafters by the names that the command line takes: `ngram`, `suffix:ANSWERS`, `head:PATH`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -38,54 +37,44 @@ def finite_head(path: str, target: Target) -> DraftHead:
     return head
 
 
-def hybrid(target: Target, argument: str) -> Drafter:
+def drafter_of(name: str, argument: str, target: Target) -> Drafter:
+    """The drafter of a parsed spec."""
+    if name == "ngram":
+        return NgramDrafter(int(argument)) if argument else NgramDrafter()
+    if name == "draft-model":
+        return load_draft_model(argument, target)
+    if name == "suffix":
+        return SuffixDrafter(answers=answers_for(target, argument))
+    if name == "head":
+        return finite_head(argument, target)
     path, _, answers = argument.partition(":")
     return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
-@dataclass(frozen=True)
-class DrafterEntry:
-    """build: makes the drafter from the target and the text after the colon. argument: what that text is."""
-
-    build: Callable[[Target, str], Drafter]
-    argument: str = ""  # MAX: a count; ANSWERS: a file; these are optional. PATH: a folder or a hub id
-
-    @property
-    def needs_path(self) -> bool:
-        """Whether the argument is required."""
-        return self.argument.startswith("PATH")
-
-    def specs(self, name: str) -> list[str]:
-        """The forms in which it may be given."""
-        return [name] * (not self.needs_path) + [f"{name}:{self.argument}"] * bool(self.argument)
-
-
-DRAFTERS = {
-    "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
-    "suffix": DrafterEntry(lambda target, path: SuffixDrafter(answers=answers_for(target, path)), "ANSWERS"),
-    "draft-model": DrafterEntry(lambda target, path: load_draft_model(path, target), "PATH"),
-    "hybrid": DrafterEntry(hybrid, "PATH[:ANSWERS]"),
-    "head": DrafterEntry(lambda target, path: finite_head(path, target), "PATH"),
+# what `--drafter` takes, by the drafter's name. MAX: a count; ANSWERS: a file; PATH: a folder or a hub id
+SPECS = {
+    "ngram": ["ngram", "ngram:MAX"],
+    "suffix": ["suffix", "suffix:ANSWERS"],
+    "draft-model": ["draft-model:PATH"],
+    "hybrid": ["hybrid:PATH[:ANSWERS]"],
+    "head": ["head:PATH"],
 }
-SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
-
-
 HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
     """`ngram:4` -> (`ngram`, `4`). Raises BadInput on what cannot be built, before a model is loaded."""
     name, _, argument = spec.partition(":")
-    if name not in DRAFTERS:
-        near = [DRAFTERS[known].specs(known)[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
+    if name not in SPECS:
+        near = [SPECS[known][-1] for known in get_close_matches(name, SPECS, n=1)]
         near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
-    wanted = DRAFTERS[name].argument
-    if (argument and not wanted) or (not argument and DRAFTERS[name].needs_path):
-        raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
-    if argument and wanted == "MAX" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
-        raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 to {MOST_NGRAM}")
+        known = ", ".join(form for forms in SPECS.values() for form in forms)
+        raise BadInput(f"drafter {spec!r}: expected one of {known}{hint}")
+    if not argument and name not in SPECS[name]:
+        raise BadInput(f"drafter {spec!r}: expected {SPECS[name][-1]}")
+    if argument and name == "ngram" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
+        raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 to {MOST_NGRAM}")
     if name in HEADS_BEHIND:
         head_record(argument.partition(":")[0])
     if name == "draft-model":
@@ -106,11 +95,11 @@ def build_drafter(spec: str, target: Target, *, window: str = "") -> tuple[str, 
     """A drafter for a target from one of SPECS.
 
     Args: window: as `--draft-window` takes it, for its head.
-    Returns: its name in reports (that in DRAFTERS, a hybrid's with its head's family, with `+answers` if it looks these
+    Returns: its name in reports (that in SPECS, a hybrid's with its head's family, with `+answers` if it looks these
     up; or a head's family), and the drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
-    drafter = DRAFTERS[name].build(target, argument)
+    drafter = drafter_of(name, argument, target)
     window = window if name in HEADS_BEHIND else ""
     if window:
         set_window(drafter.head if isinstance(drafter, HybridDrafter) else drafter, window)
