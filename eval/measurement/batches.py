@@ -1,7 +1,8 @@
 """Batches of prompts with both sides' generations, and which of them are observations of a speedup."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 from ..decoding.loop import Generation, Round
 from ..figures.metrics import row_seconds
@@ -14,6 +15,16 @@ class Side:
 
     runs: list[Generation] = field(default_factory=list)
     others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
+
+    @property
+    def recorded(self) -> list[Any]:
+        """Token ids and rounds of each run, the fields of a round in their order."""
+        return [[run.token_ids, [astuple(round_) for round_ in run.rounds]] for run in self.runs]
+
+    @classmethod
+    def of(cls, recorded: list[Any], others: list[float | None]) -> "Side":
+        """The side of which this was `recorded`."""
+        return cls([Generation(ids, [Round(*one) for one in rounds]) for ids, rounds in recorded], others)
 
     @property
     def rounds(self) -> list[Round]:

@@ -16,7 +16,7 @@ from ..proof.runner import Contender, Runner
 from ..suites.prompts import FailedPrompt, Suite
 from .batches import MeasuredBatch, Side
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
-from .resume import BatchStore, Record, generations_from, identity, record_generations, settings_key
+from .resume import BatchStore, Record, identity, settings_key
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
 Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # decoded batches, and the prompts of failed ones
@@ -94,7 +94,7 @@ class Sides:
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
         self.most_again -= num_again > 0
         return {
-            "sides": [None if isinstance(side, Exception) else record_generations(side.runs) for side in sides],
+            "sides": [None if isinstance(side, Exception) else side.recorded for side in sides],
             "others": [None if isinstance(side, Exception) else side.others for side in sides],
             "num_again": num_again,
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
@@ -120,7 +120,7 @@ class Sides:
 def sides_in(record: Record) -> list[Side | None]:
     """The sides in a record that `Sides.decode` made; None where a side failed."""
     runs_and_others = zip(record["sides"], record["others"], strict=True)
-    return [None if runs is None else Side(generations_from(runs), others) for runs, others in runs_and_others]
+    return [None if runs is None else Side.of(runs, others) for runs, others in runs_and_others]
 
 
 def failures_of(batch: Suite, reason: str) -> list[FailedPrompt]:

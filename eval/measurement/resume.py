@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +16,7 @@ from ... import __version__
 from ...base.files import locked, write_text
 from ...base.jsonl import index_appended
 from ...targets.target import Target
-from ..decoding.loop import Generation, Round
+from ..decoding.loop import Round
 from ..figures.environment import device_name
 from ..suites.prompts import Suite
 
@@ -137,13 +137,3 @@ def identity(drafter: Any) -> str:
         elif isinstance(value, str | int | float | tuple | None):
             digest.update(f"{name} {value!r}".encode())
     return digest.hexdigest()
-
-
-def record_generations(runs: list[Generation]) -> list[list[Any]]:
-    """Repeats of one side: token ids and rounds of each, the fields of a round in their order."""
-    return [[run.token_ids, [astuple(round_) for round_ in run.rounds]] for run in runs]
-
-
-def generations_from(record: list[list[Any]]) -> list[Generation]:
-    """The repeats that `record_generations` wrote."""
-    return [Generation(token_ids, [Round(*round_) for round_ in rounds]) for token_ids, rounds in record]
