@@ -9,6 +9,7 @@ import pytest
 import torch
 from drafted import untrained
 from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import continuous, replay
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -126,14 +127,15 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
     assert texts[0] == texts[1]
 
 
+BESIDE = [("eagle3", "traced"), *((name, "recorded_strictly") for name in ("eagle3", "medusa", "block"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head_type", ["eagle3", "medusa", "block"])
-def test_nor_does_a_head_that_is_asked_beside_look_ups(head_type, target, recorded_strictly, monkeypatch):
-    beside_look_ups(target, untrained(head_type, target), monkeypatch)
-
-
-def beside_look_ups(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts, and what the head guesses in the first rounds, in which no row has ended."""
+@pytest.mark.parametrize(("head_type", "way"), BESIDE)
+def test_nor_does_a_head_that_is_asked_beside_look_ups(head_type, way, target, request, monkeypatch):
+    """It is traced whole too. Held are texts, and its guesses of the first rounds, in which no row has ended."""
+    request.getfixturevalue(way)
+    head = untrained(head_type, target)
     guesses, chains = [], Guessing.chains
 
     def kept(self: Guessing, *arguments: Any, **how: Any) -> Any:
@@ -153,18 +155,9 @@ def beside_look_ups(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
-    both_ways(target, untrained(head_type, target), None)
-
-
-@pytest.mark.slow
-def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
-    beside_look_ups(target, untrained("eagle3", target), monkeypatch)
-
-
-@pytest.mark.slow
-def test_trees_are_traced_whole(target, traced):
-    both_ways(target, untrained("eagle3", target), TREES["dynamic"])
+@pytest.mark.parametrize(("head_type", "tree"), [*((name, "chain") for name in sorted(HEADS)), ("eagle3", "dynamic")])
+def test_chains_of_every_head_and_trees_are_traced_whole(head_type, tree, target, traced):
+    both_ways(target, untrained(head_type, target), TREES[tree])
 
 
 @pytest.mark.slow
@@ -227,7 +220,7 @@ def test_steps_are_recorded_on_a_gpu_where_enough_is_decoded(device, num_tokens,
     assert default_steps(torch.device(device), num_tokens=num_tokens) == steps
 
 
-@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True)])
+@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("qwen2", True), ("qwen3", True)])
 def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_target, monkeypatch):
     """As on a GPU with a target that is large enough: one compilation for all layers, and the same text."""
     monkeypatch.setattr(replay, "check_steps", lambda steps, device: steps)
@@ -242,17 +235,6 @@ def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_targ
     found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
     assert found.token_ids == wanted
     assert list(target.decoder.compiled) == [(4, engine.num_drafted + 1, engine.cache.extent)]
-
-
-def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):
-    """128 slots, then 256: what was recorded for few slots is not asked to see more."""
-    target = tiny_target("llama")
-    engine = Engine(target, None, batch_size=1, max_length=200, steps="compile")
-    prompt = [1, *range(3, 60), *range(3, 60)]
-    wanted = generate(target, None, prompt, max_new_tokens=24, eos_token_ids=[]).token_ids
-    stop = Stop.of(target, eos_token_ids=[])
-    assert decode(engine, [prompt], max_new_tokens=24, stop=stop).token_ids == wanted
-    assert list(engine.replay.recorded) == [("verify", 128), ("verify", 256)]
 
 
 def test_what_cannot_be_recorded_is_one_line(target, monkeypatch):
