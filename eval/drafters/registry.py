@@ -1,6 +1,6 @@
 """Drafters by the names that the command line takes: `ngram`, `suffix:ANSWERS`, `head:PATH`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -37,28 +37,21 @@ def finite_head(path: str, target: Target) -> DraftHead:
     return head
 
 
-def drafter_of(name: str, argument: str, target: Target) -> Drafter:
-    """The drafter of a parsed spec."""
-    if name == "ngram":
-        return NgramDrafter(int(argument)) if argument else NgramDrafter()
-    if name == "draft-model":
-        return load_draft_model(argument, target)
-    if name == "suffix":
-        return SuffixDrafter(answers=answers_for(target, argument))
-    if name == "head":
-        return finite_head(argument, target)
+def hybrid(target: Target, argument: str) -> Drafter:
     path, _, answers = argument.partition(":")
     return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
-# what `--drafter` takes, by the drafter's name. MAX: a count; ANSWERS: a file; PATH: a folder or a hub id
-SPECS = {
-    "ngram": ["ngram", "ngram:MAX"],
-    "suffix": ["suffix", "suffix:ANSWERS"],
-    "draft-model": ["draft-model:PATH"],
-    "hybrid": ["hybrid:PATH[:ANSWERS]"],
-    "head": ["head:PATH"],
+# by name: what makes it of the target and of the text behind the colon, and the forms in which `--drafter` takes it. MAX:
+# a count; ANSWERS: a file; PATH: a folder or a hub id
+DRAFTERS: dict[str, tuple[Callable[[Target, str], Drafter], list[str]]] = {
+    "ngram": (lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), ["ngram", "ngram:MAX"]),
+    "suffix": (lambda target, path: SuffixDrafter(answers=answers_for(target, path)), ["suffix", "suffix:ANSWERS"]),
+    "draft-model": (lambda target, path: load_draft_model(path, target), ["draft-model:PATH"]),
+    "hybrid": (hybrid, ["hybrid:PATH[:ANSWERS]"]),
+    "head": (lambda target, path: finite_head(path, target), ["head:PATH"]),
 }
+SPECS = {name: forms for name, (_, forms) in DRAFTERS.items()}
 HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
 
 
@@ -95,11 +88,11 @@ def build_drafter(spec: str, target: Target, *, window: str = "") -> tuple[str, 
     """A drafter for a target from one of SPECS.
 
     Args: window: as `--draft-window` takes it, for its head.
-    Returns: its name in reports (that in SPECS, a hybrid's with its head's family, with `+answers` if it looks these
+    Returns: its name in reports (that in DRAFTERS, a hybrid's with its head's family, with `+answers` if it looks these
     up; or a head's family), and the drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
-    drafter = drafter_of(name, argument, target)
+    drafter = DRAFTERS[name][0](target, argument)
     window = window if name in HEADS_BEHIND else ""
     if window:
         set_window(drafter.head if isinstance(drafter, HybridDrafter) else drafter, window)
