@@ -42,8 +42,8 @@ def hybrid(target: Target, argument: str) -> Drafter:
     return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
-# by name: what makes it of the target and of the text behind the colon, and the forms in which `--drafter` takes it. MAX:
-# a count; ANSWERS: a file; PATH: a folder or a hub id
+# by name: what makes it of the target and of the text behind the colon, and the forms in which `--drafter` takes it
+# MAX: a count; ANSWERS: a file; PATH: a folder or a hub id
 DRAFTERS: dict[str, tuple[Callable[[Target, str], Drafter], list[str]]] = {
     "ngram": (lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), ["ngram", "ngram:MAX"]),
     "suffix": (lambda target, path: SuffixDrafter(answers=answers_for(target, path)), ["suffix", "suffix:ANSWERS"]),
@@ -64,7 +64,7 @@ def parse_drafter(spec: str) -> tuple[str, str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         known = ", ".join(form for forms in SPECS.values() for form in forms)
         raise BadInput(f"drafter {spec!r}: expected one of {known}{hint}")
-    if not argument and name not in SPECS[name]:
+    if (argument and ":" not in SPECS[name][-1]) or (not argument and name not in SPECS[name]):
         raise BadInput(f"drafter {spec!r}: expected {SPECS[name][-1]}")
     if argument and name == "ngram" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
         raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 to {MOST_NGRAM}")
