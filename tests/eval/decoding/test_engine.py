@@ -38,13 +38,10 @@ def first_times(text):
 
 def test_an_end_token_inside_an_accepted_block_ends_the_text(target, target_as_drafter):
     """Every draft is right, so each place of the block is tried: behind the prefill, as a draft, as the bonus."""
-    num_draft, text = 4, huggingface(target, PROMPTS[0], 30)
-    places = set()
+    num_draft, text = 3, huggingface(target, PROMPTS[0], 16)
+    places, how = set(), {"max_new_tokens": 16, "num_draft_tokens": num_draft}
     for at in first_times(text):
-        drafter = target_as_drafter(target)
-        out = generate(
-            target, drafter, PROMPTS[0], max_new_tokens=30, num_draft_tokens=num_draft, eos_token_ids=[text[at]]
-        )
+        out = generate(target, target_as_drafter(target), PROMPTS[0], eos_token_ids=[text[at]], **how)
         assert out.token_ids == [text[: at + 1]]
         last = out.rounds[-1]
         assert sum(one.num_committed[0] for one in out.rounds) == at + 1, "nothing behind the end token counts"

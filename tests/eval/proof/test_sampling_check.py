@@ -225,7 +225,7 @@ def too_eager(drafted):
 
 def measured(target, drafter, rule, *, temperature, seed=0, prompts=PROMPTS[:16], **settings):
     accept = verify.AcceptRule("planted", rule)
-    given = {"max_new_tokens": 100, "batch_size": 16, "num_repeats": 1, **settings}
+    given = {"max_new_tokens": 60, "batch_size": 16, "num_repeats": 1, **settings}
     config = MeasureConfig(temperature=temperature, accept=accept, seed=seed, setting=chain(3), **given)
     return measure(target, drafter, Suite(name="some", prompts=prompts), config, name="toy")[0]
 
