@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,30 +42,38 @@ def hybrid(target: Target, argument: str) -> Drafter:
     return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
-# by name: what makes it of the target and of the text behind the colon, and the forms in which `--drafter` takes it
-# MAX: a count; ANSWERS: a file; PATH: a folder or a hub id
-DRAFTERS: dict[str, tuple[Callable[[Target, str], Drafter], list[str]]] = {
-    "ngram": (lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), ["ngram", "ngram:MAX"]),
-    "suffix": (lambda target, path: SuffixDrafter(answers=answers_for(target, path)), ["suffix", "suffix:ANSWERS"]),
-    "draft-model": (lambda target, path: load_draft_model(path, target), ["draft-model:PATH"]),
-    "hybrid": (hybrid, ["hybrid:PATH[:ANSWERS]"]),
-    "head": (lambda target, path: finite_head(path, target), ["head:PATH"]),
+class DrafterEntry(NamedTuple):
+    """forms: in which `--drafter` takes it; MAX is a count, ANSWERS a file, PATH a folder or a hub id. build: makes the
+    drafter from the target and the text after the colon."""
+
+    forms: list[str]
+    build: Callable[[Target, str], Drafter]
+
+
+DRAFTERS = {
+    "ngram": DrafterEntry(["ngram", "ngram:MAX"], lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter()),
+    "suffix": DrafterEntry(
+        ["suffix", "suffix:ANSWERS"], lambda target, path: SuffixDrafter(answers=answers_for(target, path))
+    ),
+    "draft-model": DrafterEntry(["draft-model:PATH"], lambda target, path: load_draft_model(path, target)),
+    "hybrid": DrafterEntry(["hybrid:PATH[:ANSWERS]"], hybrid),
+    "head": DrafterEntry(["head:PATH"], lambda target, path: finite_head(path, target)),
 }
-SPECS = {name: forms for name, (_, forms) in DRAFTERS.items()}
 HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
 
 
 def parse_drafter(spec: str) -> tuple[str, str]:
     """`ngram:4` -> (`ngram`, `4`). Raises BadInput on what cannot be built, before a model is loaded."""
     name, _, argument = spec.partition(":")
-    if name not in SPECS:
-        near = [SPECS[known][-1] for known in get_close_matches(name, SPECS, n=1)]
+    if name not in DRAFTERS:
+        near = [DRAFTERS[known].forms[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
         near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
         hint = f"; did you mean {near[0]}?" if near else ""
-        known = ", ".join(form for forms in SPECS.values() for form in forms)
+        known = ", ".join(form for drafter in DRAFTERS.values() for form in drafter.forms)
         raise BadInput(f"drafter {spec!r}: expected one of {known}{hint}")
-    if (argument and ":" not in SPECS[name][-1]) or (not argument and name not in SPECS[name]):
-        raise BadInput(f"drafter {spec!r}: expected {SPECS[name][-1]}")
+    forms = DRAFTERS[name].forms
+    if (argument and ":" not in forms[-1]) or (not argument and name not in forms):
+        raise BadInput(f"drafter {spec!r}: expected {forms[-1]}")
     if argument and name == "ngram" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
         raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 to {MOST_NGRAM}")
     if name in HEADS_BEHIND:
@@ -85,14 +93,14 @@ def answers_of(name: str, argument: str) -> str:
 
 
 def build_drafter(spec: str, target: Target, *, window: str = "") -> tuple[str, Drafter]:
-    """A drafter for a target from one of SPECS.
+    """A drafter for a target from one of the forms in DRAFTERS.
 
     Args: window: as `--draft-window` takes it, for its head.
     Returns: its name in reports (that in DRAFTERS, a hybrid's with its head's family, with `+answers` if it looks these
     up; or a head's family), and the drafter. Raises: BadInput.
     """
     name, argument = parse_drafter(spec)
-    drafter = DRAFTERS[name][0](target, argument)
+    drafter = DRAFTERS[name].build(target, argument)
     window = window if name in HEADS_BEHIND else ""
     if window:
         set_window(drafter.head if isinstance(drafter, HybridDrafter) else drafter, window)

@@ -285,7 +285,13 @@ def relative_verify_cost(times: StepTable, setting: DraftSetting, *, batch_size:
 
 
 def verify_cost(
-    target: Target, drafter: Drafter, setting: DraftSetting, text: Sequence[int], config: MeasureConfig, *, context: int
+    target: Target,
+    drafter: Drafter,
+    setting: DraftSetting,
+    text: Sequence[int],
+    config: MeasureConfig,
+    *,
+    context: int,
 ) -> float:
     """`relative_verify_cost`, measured at the config's batch size and sampling: above temperature 0, verifying takes
     longer per token."""

@@ -9,7 +9,13 @@ from ...heads.drafting.trees import SampledChain
 from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..figures.bandwidth import baseline_bandwidth
-from ..figures.metrics import Acceptance, acceptance, calibration, rounded, speedup_of
+from ..figures.metrics import (
+    Acceptance,
+    acceptance,
+    calibration,
+    rounded,
+    speedup_of,
+)
 from ..figures.repetition import Repetition, TextRepetition, WithoutLoops, text_repetition
 from ..proof.config import MeasureConfig
 from ..proof.lossless import LosslessReport, compare_texts
@@ -33,7 +39,13 @@ from .passes import pass_seed
 from .result import LikeTraining, Observation, RenderedChats, Result, Timing
 
 
-def unmeasured(suite: Suite, config: MeasureConfig, setting: DraftSetting, *, drafter: str) -> Result:
+def unmeasured(
+    suite: Suite,
+    config: MeasureConfig,
+    setting: DraftSetting,
+    *,
+    drafter: str,
+) -> Result:
     """A result without figures, only with what is measured and how. Args: suite: with the prompts that were decoded."""
     return Result(
         drafter=drafter,
