@@ -8,6 +8,8 @@ import pytest
 from drafted import untrained
 from headstart.base.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.drafters.answers import Answers
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure
 from headstart.eval.measurement.resume import BatchStore, identity
@@ -124,13 +126,17 @@ def test_other_settings_are_measured_afresh_and_lose_nothing(changes, target, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_weights_are_another_drafter(target):
+def test_other_weights_or_answers_are_another_drafter(target):
     head = untrained("medusa", target)
     same, other = copy.deepcopy(head), copy.deepcopy(head)
     parameter = next(other.parameters())
     parameter.data.view(-1)[-1] += 1e-6
     assert identity(head) == identity(same) != identity(other)
+    assert identity(HybridDrafter(head)) == identity(HybridDrafter(same)) != identity(HybridDrafter(other))
     assert identity(NgramDrafter()) == identity(NgramDrafter()) != identity(NgramDrafter(max_ngram=2))
+    answers = [Answers([([3], [10, number])]) for number in (11, 12, 11)]
+    digests = [identity(SuffixDrafter(answers=each)) for each in (*answers, None)]
+    assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
 # The file
