@@ -39,7 +39,7 @@ def first_times(text):
 def test_an_end_token_inside_an_accepted_block_ends_the_text(target, target_as_drafter):
     """Every draft is right, so each place of the block is tried: behind the prefill, as a draft, as the bonus."""
     num_draft, text = 3, huggingface(target, PROMPTS[0], 16)
-    places, how = set(), {"max_new_tokens": 16, "num_draft_tokens": num_draft}
+    places, how = set[int](), dict[str, Any](max_new_tokens=16, num_draft_tokens=num_draft)
     for at in first_times(text):
         out = generate(target, target_as_drafter(target), PROMPTS[0], eos_token_ids=[text[at]], **how)
         assert out.token_ids == [text[: at + 1]]
