@@ -153,9 +153,7 @@ def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     unless the test has the fixture `warming_up`."""
     monkeypatch.setattr(passes, "MOST_AGAIN", 0)
     if "warming_up" not in request.fixturenames:
-        whole = passes.measure_parts
-        cold = lambda parts, part, warm_up, **how: whole(parts, part, lambda batch: None, **how)  # noqa: E731
-        monkeypatch.setattr(passes, "measure_parts", cold)
+        monkeypatch.setattr(passes.Sides, "warm_up", lambda self, batch: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

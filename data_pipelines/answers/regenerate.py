@@ -49,13 +49,12 @@ class EngineConfig(EngineSetting):
     revision: str | None = None
     adapter: LocalPath | None = None  # a folder of a LoRA adapter (peft): the target answers as served with it
     batch_size: int = 32
-    head: LocalPath | None = None  # a head that drafts: the same answers, up to rounding, in fewer forwards
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_name(OURS, *BY_IDS, BY_MESSAGES)
         check_at_least_one(batch_size=self.batch_size)
-        ours = {"dtype": self.dtype != "auto", "device": self.device, "head": self.head}
+        ours = {"dtype": self.dtype != "auto", "device": self.device}
         ours |= {"adapter": self.adapter} if self.name != "vllm" else {}
         if key := next((key for key, value in ours.items() if value and not self.is_ours), None):
             raise BadInput(f"{key}: goes with name: {OURS}")

@@ -2,16 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...heads.drafting.drafter import Drafter, Reading
-from ...targets.caches.cache import SlotCache
-from ...targets.layers.target_output import TargetOutput
 from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .loop import Texts, prefill, run_round
@@ -48,7 +44,6 @@ def answer_continuously(
     batch_size: int,
     max_new_tokens: int,
     stop: Stop | None = None,
-    drafter: Drafter | None = None,
 ) -> Iterator[tuple[str, list[int]]]:
     """Greedy answers in the order in which they end, equal to those of `generate` for each prompt alone up to rounding.
 
@@ -56,7 +51,6 @@ def answer_continuously(
         waiting: the queue of prompts, which is emptied; the caller may append to it while it iterates.
         batch_size: rows that decode together.
         max_new_tokens: per answer.
-        drafter: drafts chains of its default length, which does not change the answers.
 
     Yields: the key and the new tokens of each.
     """
@@ -64,23 +58,21 @@ def answer_continuously(
         # sets the capacity of this pass; longer prompts that are appended later wait for the next pass
         longest = max(len(asked.prompt) for asked in waiting)
         num_rows = min(batch_size, len(waiting))
-        yield from _Pass(target, drafter, longest, num_rows, max_new_tokens, stop or Stop.of(target)).run(waiting)
+        yield from _Pass(target, longest, num_rows, max_new_tokens, stop or Stop.of(target)).run(waiting)
 
 
 class _Pass:
     """One batch of fixed capacity, run until no waiting prompt fits into it."""
 
-    def __init__(
-        self, target: Target, drafter: Drafter | None, longest: int, batch_size: int, max_new_tokens: int, stop: Stop
-    ):
+    def __init__(self, target: Target, longest: int, batch_size: int, max_new_tokens: int, stop: Stop):
         self.longest, self.max_new_tokens = longest, max_new_tokens
         self.stop, self.watch = stop, Stopwatch(target.device)
         max_length, steps = longest + max_new_tokens, default_steps(target.device)
         num_joining = most_joining(target.device, batch_size)
-        self.reader = Engine(target, drafter, batch_size=num_joining, max_length=max_length, steps=steps)
-        if drafter is None and not target.has_states:
+        self.reader = Engine(target, None, batch_size=num_joining, max_length=max_length, steps=steps)
+        if not target.has_states:
             self.reader.recorded_prompts = LAUNCHED_WORK // sum(weight.numel() for weight in target.model.parameters())
-        self.engine = Engine(target, drafter, batch_size=batch_size, max_length=max_length, steps=steps)
+        self.engine = Engine(target, None, batch_size=batch_size, max_length=max_length, steps=steps)
         self.texts = Texts([[] for _ in range(batch_size)], max_new_tokens, self.stop)
         self.texts.ended = [True] * batch_size
         zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
@@ -89,7 +81,7 @@ class _Pass:
         self.last_read: list[list[int]] = []  # the prompts whose keys and values the reader holds
         # [B] 1 where a row has a text, else 0; on the device, where a round that is launched ahead need not wait for it
         self.is_busy = torch.zeros_like(zeros)
-        self.is_ahead = drafter is None and launches_ahead(target.device)
+        self.is_ahead = launches_ahead(target.device)
         self.launched: Launched | None = None
 
     def run(self, waiting: deque[WaitingPrompt]) -> Iterator[tuple[str, list[int]]]:
@@ -146,22 +138,16 @@ class _Pass:
             yield from (self._leave(row) for row in rows if self.texts.ended[row])
 
     def _join(self, rows: list[int], joining: list[WaitingPrompt]) -> None:
-        """Read prompts by themselves, and copy their keys, values, first tokens and the drafter's state into rows."""
+        """Read prompts by themselves, and copy their keys, values and first tokens into rows."""
         prompts = [asked.prompt for asked in joining]
         prompts += prompts[:1] * (self.reader.batch_size - len(prompts))
         apart = Texts(prompts, self.max_new_tokens, self.stop)
         read = prefill(self.reader, apart, self.watch, num_kept=self._num_known(prompts)).state
         self.last_read = prompts
-        if not self.engine.cache.is_filled:
-            self._allocate()
+        if not self.engine.cache.is_filled:  # it is allocated by a batch's first forward: a round of idle rows
+            run_round(self.engine, self.texts, self.state, self.watch)
         for source_row, (row, asked) in enumerate(zip(rows, joining, strict=True)):
             self.engine.cache.take_row(row, self.reader.cache, source_row)
-            if read.read is not None:
-                take_row(self.engine.state, row, self.reader.state, source_row)
-                before = read.read if self.state.read is None else self.state.read
-                readings = [(before, 0 if before is read.read else i) for i in range(len(self.keys))]
-                readings[row] = read.read, source_row
-                self.state = replace(self.state, read=stacked(readings, num_rows=len(readings)))
             self.texts.prompts[row], self.texts.new[row] = asked.prompt, apart.new[source_row]
             self.texts.ended[row], self.keys[row] = apart.ended[source_row], asked.key
         if self.launched is not None:
@@ -172,21 +158,12 @@ class _Pass:
     def _num_known(self, prompts: list[list[int]]) -> int:
         """Tokens with which all begin that lie in the reader's cache already, as chat templates begin alike.
 
-        None where all of a prompt is read anew: the drafter reads whole prompts, and of recurrent layers only the state
-        behind all of a prompt is kept.
+        None with recurrent layers, of which only the state behind all of a prompt is kept.
         """
-        target, alike = self.engine.target, [*self.last_read, *prompts]
-        if not self.last_read or self.engine.drafter is not None or target.has_states:
+        if not self.last_read or self.engine.target.has_states:
             return 0
+        alike = [*self.last_read, *prompts]
         return min(min(num_shared(alike[0], prompt) for prompt in alike), min(map(len, prompts)) - 1)
-
-    def _allocate(self) -> None:
-        """Run one round on dummy rows, as the caches are allocated by a batch's first forwards."""
-        if self.engine.drafter is None:
-            run_round(self.engine, self.texts, self.state, self.watch)
-            return
-        texts = Texts([[0]] * len(self.keys), 2, self.stop)
-        run_round(self.engine, texts, prefill(self.engine, texts, self.watch).state, self.watch)
 
     def _leave(self, row: int) -> tuple[str, list[int]]:
         key, tokens = self.keys[row], self.texts.new[row]
@@ -209,57 +186,3 @@ def most_joining(device: torch.device, num_rows: int) -> int:
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens with which both begin."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def stacked(rows: Sequence[tuple[Reading, int]], *, num_rows: int) -> Reading:
-    """A Reading of num_rows rows: the given rows of other Readings, then idle ones.
-
-    Narrower readings are padded: for drafters on the host, prompts are wider than rounds.
-    """
-    width = max(read.tokens.shape[1] for read, _ in rows)
-
-    def stack(parts: Sequence[Tensor]) -> Tensor:
-        """[T, ...] each, to [num_rows, width, ...]."""
-        padded = parts[0].new_zeros(num_rows, width, *parts[0].shape[1:])
-        for row, part in enumerate(parts):
-            padded[row, : len(part)] = part
-        return padded
-
-    start, num_valid = rows[0][0].start.new_zeros(2, num_rows)
-    for row, (read, source_row) in enumerate(rows):
-        start[row], num_valid[row] = read.start[source_row], read.num_valid[source_row]
-    features = stack([read.output.features[row] for read, row in rows])
-    output = TargetOutput(features, stack([read.output.post_norm[row] for read, row in rows]))
-    tokens = stack([read.tokens[row] for read, row in rows])
-    return Reading(tokens, stack([read.next_tokens[row] for read, row in rows]), output, start, num_valid)
-
-
-def take_row(into: Any, row: int, source: Any, source_row: int) -> None:
-    """Copy a row of a drafter's state (see `Drafter.begin`) into a row of another state for the same lengths.
-
-    The row dimension of a tensor is the one in which the two states' shapes differ, or the first if they are equal.
-    Tensors whose shapes differ in more dimensions are skipped, since every commit sets them.
-    """
-    if isinstance(into, SlotCache):
-        into.take_row(row, source, source_row)
-    elif is_dataclass(into):
-        for field in fields(into):
-            to_value, from_value = getattr(into, field.name), getattr(source, field.name)
-            if isinstance(to_value, list):
-                to_value[row : row + 1] = from_value[source_row : source_row + 1]
-            elif isinstance(to_value, Tensor) and isinstance(from_value, Tensor):
-                take_tensor_row(to_value, row, from_value, source_row)
-            else:
-                take_row(to_value, row, from_value, source_row)
-
-
-def take_tensor_row(into: Tensor, row: int, source: Tensor, source_row: int) -> None:
-    """Copy one row; do nothing if shapes differ in several dimensions or a tensor has too few rows."""
-    if into.ndim != source.ndim or into.ndim == 0:
-        return
-    differ = [i for i in range(into.ndim) if into.shape[i] != source.shape[i]]
-    if len(differ) > 1:
-        return
-    dim = differ[0] if differ else 0
-    if row < into.shape[dim] and source_row < source.shape[dim]:
-        into.select(dim, row).copy_(source.select(dim, source_row))

@@ -36,10 +36,7 @@ def decode_plainly(
     seed: Tensor,
 ) -> Decoded:
     """Write max_new_tokens behind the prompt, end tokens or not. Args: seed: [1] of the noise, as in `noise_keys`."""
-    text = [
-        *prompt,
-        own_choices(target, prompt, 1, sampling, seed)[0],
-    ]  # the prompt's own forward gives the first token
+    text = [*prompt, *own_choices(target, prompt, 1, sampling, seed)]  # the prompt's own forward gives the first token
     accepted = []
     while len(text) < len(prompt) + max_new_tokens:
         # 1. Draft: the drafter reads what the target has read, all but the last token, and guesses what follows.

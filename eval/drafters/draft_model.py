@@ -85,13 +85,17 @@ class DraftModelDrafter(Drafter):
         return self.model.forward(tokens, cache=state.cache, positions=positions, extent=state.extent).post_norm
 
 
-def load_draft_model(path: str, target: Target) -> Target:
-    """Load a draft model in the target's dtype, on its device. Raises BadInput, also if it has no tokenizer."""
+def load_draft_model(path: str, target: Target) -> DraftModelDrafter:
+    """Load a draft model in the target's dtype, on its device. One of the two may have additional tokens.
+
+    Raises: BadInput if it cannot be loaded, has no tokenizer, or one with other ids for the same tokens."""
     dtype = str(target.dtype).removeprefix("torch.")
     with naming_draft_model(path):
         model = Target.load(path, dtype=dtype, device=target.device)
-        _ = model.tokenizer
-    return model
+        words = model.tokenizer.get_vocab()
+    if differing_word(target.tokenizer.get_vocab(), words) is not None:
+        raise BadInput(f"draft model {path}: has another tokenizer than target {target.name}")
+    return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
 
 
 @contextmanager
@@ -101,8 +105,3 @@ def naming_draft_model(path: str) -> Iterator[None]:
         yield
     except BadInput as error:
         raise BadInput(f"drafter draft-model:{path}: {error}") from error
-
-
-def has_tokenizer_of(target: Target, model: Target) -> bool:
-    """Whether both tokenizers give the same tokens the same ids; one may have additional tokens."""
-    return differing_word(target.tokenizer.get_vocab(), model.tokenizer.get_vocab()) is None

@@ -16,7 +16,6 @@ from ..decoding.replay import Replay
 from .unread import Unread
 
 MOST_READ = 2048  # positions that the head reads at a time
-UNKNOWN = 0.5  # the probability of a guess if the head gives none
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,5 @@ class Guessing:
         """[B, K] each: target ids, and the head's probabilities of them."""
         proposal = self.head.propose(self.state, num_draft_tokens=self.num_tokens)
         estimates = proposal.estimates()
-        if estimates is None:
-            estimates = torch.full_like(proposal.tokens, UNKNOWN, dtype=torch.float)
+        assert estimates is not None, "a greedy chain comes with its logits"
         return proposal.tokens, estimates

@@ -54,12 +54,7 @@ class HitRates:
     @property
     def mean(self) -> float:
         """The rate of all guesses."""
-        return sum(one.upper for one in self.classes) / self.num_counted
-
-    @property
-    def num_counted(self) -> float:
-        """Guesses that the rates rest on, the initial ones included."""
-        return sum(one.lower for one in self.classes)
+        return sum(one.upper for one in self.classes) / sum(one.lower for one in self.classes)
 
     def add(self, certainty: float, *, is_right: bool) -> None:
         """Count a guess."""

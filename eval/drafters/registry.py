@@ -1,10 +1,9 @@
 """Drafters by the names that the command line takes: `ngram`, `suffix:ANSWERS`, `head:PATH`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,18 +16,11 @@ from ...targets.caches.ring_cache import DraftWindow
 from ...targets.loading import TargetConfig, read_model_config
 from ...targets.target import Target
 from .answers import Answers, load_answers
-from .draft_model import DraftModelDrafter, has_tokenizer_of, load_draft_model, naming_draft_model
+from .draft_model import load_draft_model, naming_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
 
 MOST_NGRAM = 64  # tokens; every text keeps all of its n-grams up to that length
-
-
-def draft_model(target: Target, path: str) -> Drafter:
-    model = load_draft_model(path, target)
-    if not has_tokenizer_of(target, model):
-        raise BadInput(f"draft model {path}: has another tokenizer than target {target.name}")
-    return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
 
 
 def answers_for(target: Target, path: str) -> Answers | None:
@@ -50,33 +42,23 @@ def hybrid(target: Target, argument: str) -> Drafter:
     return HybridDrafter(finite_head(path, target), answers=answers_for(target, answers))
 
 
-@dataclass(frozen=True)
-class DrafterEntry:
-    """build: makes the drafter from the target and the text after the colon. argument: what that text is."""
+class DrafterEntry(NamedTuple):
+    """forms: in which `--drafter` takes it; MAX is a count, ANSWERS a file, PATH a folder or a hub id. build: makes the
+    drafter from the target and the text after the colon."""
 
+    forms: list[str]
     build: Callable[[Target, str], Drafter]
-    argument: str = ""  # MAX: a count; ANSWERS: a file; these are optional. PATH: a folder or a hub id
-
-    @property
-    def needs_path(self) -> bool:
-        """Whether the argument is required."""
-        return self.argument.startswith("PATH")
-
-    def specs(self, name: str) -> list[str]:
-        """The forms in which it may be given."""
-        return [name] * (not self.needs_path) + [f"{name}:{self.argument}"] * bool(self.argument)
 
 
 DRAFTERS = {
-    "ngram": DrafterEntry(lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter(), "MAX"),
-    "suffix": DrafterEntry(lambda target, path: SuffixDrafter(answers=answers_for(target, path)), "ANSWERS"),
-    "draft-model": DrafterEntry(draft_model, "PATH"),
-    "hybrid": DrafterEntry(hybrid, "PATH[:ANSWERS]"),
-    "head": DrafterEntry(lambda target, path: finite_head(path, target), "PATH"),
+    "ngram": DrafterEntry(["ngram", "ngram:MAX"], lambda _, most: NgramDrafter(int(most)) if most else NgramDrafter()),
+    "suffix": DrafterEntry(
+        ["suffix", "suffix:ANSWERS"], lambda target, path: SuffixDrafter(answers=answers_for(target, path))
+    ),
+    "draft-model": DrafterEntry(["draft-model:PATH"], lambda target, path: load_draft_model(path, target)),
+    "hybrid": DrafterEntry(["hybrid:PATH[:ANSWERS]"], hybrid),
+    "head": DrafterEntry(["head:PATH"], lambda target, path: finite_head(path, target)),
 }
-SPECS = [spec for name, drafter in DRAFTERS.items() for spec in drafter.specs(name)]  # what `--drafter` takes
-
-
 HEADS_BEHIND = ("head", "hybrid")  # drafters whose argument begins with a head's folder
 
 
@@ -84,15 +66,16 @@ def parse_drafter(spec: str) -> tuple[str, str]:
     """`ngram:4` -> (`ngram`, `4`). Raises BadInput on what cannot be built, before a model is loaded."""
     name, _, argument = spec.partition(":")
     if name not in DRAFTERS:
-        near = [DRAFTERS[known].specs(known)[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
+        near = [DRAFTERS[known].forms[-1] for known in get_close_matches(name, DRAFTERS, n=1)]
         near = [f"head:{spec}"] if Path(spec, "config.json").is_file() else near
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise BadInput(f"drafter {spec!r}: expected one of {', '.join(SPECS)}{hint}")
-    wanted = DRAFTERS[name].argument
-    if (argument and not wanted) or (not argument and DRAFTERS[name].needs_path):
-        raise BadInput(f"drafter {spec!r}: expected {DRAFTERS[name].specs(name)[-1]}")
-    if argument and wanted == "MAX" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
-        raise BadInput(f"drafter {spec!r}: {wanted} should be a whole number from 1 to {MOST_NGRAM}")
+        known = ", ".join(form for drafter in DRAFTERS.values() for form in drafter.forms)
+        raise BadInput(f"drafter {spec!r}: expected one of {known}{hint}")
+    forms = DRAFTERS[name].forms
+    if (argument and ":" not in forms[-1]) or (not argument and name not in forms):
+        raise BadInput(f"drafter {spec!r}: expected {forms[-1]}")
+    if argument and name == "ngram" and not (argument.isdecimal() and 1 <= int(argument) <= MOST_NGRAM):
+        raise BadInput(f"drafter {spec!r}: MAX should be a whole number from 1 to {MOST_NGRAM}")
     if name in HEADS_BEHIND:
         head_record(argument.partition(":")[0])
     if name == "draft-model":
@@ -110,7 +93,7 @@ def answers_of(name: str, argument: str) -> str:
 
 
 def build_drafter(spec: str, target: Target, *, window: str = "") -> tuple[str, Drafter]:
-    """A drafter for a target from one of SPECS.
+    """A drafter for a target from one of the forms in DRAFTERS.
 
     Args: window: as `--draft-window` takes it, for its head.
     Returns: its name in reports (that in DRAFTERS, a hybrid's with its head's family, with `+answers` if it looks these

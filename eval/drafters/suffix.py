@@ -30,10 +30,6 @@ class SuffixTrie:
         # per node; best: the most frequent child, 0 for none; shorter: the context without its first token
         self.token, self.count, self.best, self.length, self.shorter = [-1], [0], [0], [0], [0]
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.token) >= self.max_nodes
-
     def add(self, node: int, token: int) -> int:
         """Count a token that follows a node's context and all shorter ones; returns the node of the text then."""
         contexts = [node]
@@ -44,7 +40,7 @@ class SuffixTrie:
         for node in reversed(contexts):
             child = self.child.get((node, token))
             if child is None:
-                if self.is_full:
+                if len(self.token) >= self.max_nodes:
                     break  # nor is there one behind a longer context
                 child = self.child[node, token] = len(self.token)
                 self.token.append(token)

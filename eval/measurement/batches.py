@@ -1,7 +1,8 @@
 """Batches of prompts with both sides' generations, and which of them are observations of a speedup."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 from ..decoding.loop import Generation, Round
 from ..figures.metrics import row_seconds
@@ -14,6 +15,16 @@ class Side:
 
     runs: list[Generation] = field(default_factory=list)
     others: list[float | None] = field(default_factory=list)  # of each, the other processes' share of the processor
+
+    @property
+    def recorded(self) -> list[Any]:
+        """Token ids and rounds of each run, the fields of a round in their order."""
+        return [[run.token_ids, [astuple(round_) for round_ in run.rounds]] for run in self.runs]
+
+    @classmethod
+    def of(cls, recorded: list[Any], others: list[float | None]) -> "Side":
+        """The side of which this was `recorded`."""
+        return cls([Generation(ids, [Round(*one) for one in rounds]) for ids, rounds in recorded], others)
 
     @property
     def rounds(self) -> list[Round]:
@@ -79,21 +90,15 @@ def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
     return timed
 
 
-def first_prompts(suites: Iterable[Suite]) -> dict[int, tuple[int, ...]]:
-    """The first prompt of each chat that these parts of a suite have, by the number of its first turn."""
-    firsts: dict[int, tuple[int, ...]] = {}
-    for suite in suites:
-        for source, prompt in zip(suite.sources, suite.prompts, strict=True):
-            firsts.setdefault(source.first, tuple(prompt))
-    return firsts
-
-
 def timed_units(batches: Iterable[MeasuredBatch]) -> list[list[MeasuredBatch]]:
     """The timed batches, each an observation. Those of the same chats are one together, as a chat's turns are alike,
     and so are those of the same prompts, which a file may have twice: they say no more of other traffic."""
     units: dict[frozenset[tuple[int, ...]], list[MeasuredBatch]] = {}
     timed = timed_batches(batches)
-    firsts = first_prompts(batch.suite for batch in timed)
+    firsts: dict[int, tuple[int, ...]] = {}  # the first prompt of each chat, by the number of its first turn
+    for batch in timed:
+        for source, prompt in zip(batch.suite.sources, batch.suite.prompts, strict=True):
+            firsts.setdefault(source.first, tuple(prompt))
     for batch in timed:
         units.setdefault(frozenset(firsts[source.first] for source in batch.suite.sources), []).append(batch)
     return list(units.values())

@@ -10,7 +10,7 @@ from ...heads.drafting.drafter import Drafter
 from ...targets.target import Target
 from ..decoding.draft_setting import DraftSetting
 from ..figures.metrics import Acceptance, AcceptancePart, expected_acceptance, rounded, row_counts, speedup_of
-from ..figures.recorded_training import LearntPrompts, RecordedTraining, prompt_hash
+from ..figures.recorded_training import RecordedTraining, prompt_hash
 from ..suites.prompts import PromptSource, Suite
 from .batches import MeasuredBatch, timed_seconds
 from .result import DomainPart, VocabularyCoverage
@@ -144,14 +144,11 @@ def learnt_share(training: RecordedTraining | None, suite: Suite, target: Target
     asked = [prompt_hash(target.tokenizer.decode(prompt)) for prompt, source in pairs if source.turn == 1]
     if not asked:
         return None
-    shares = [num_known(part, asked) / len(asked) * part.rows_per_recorded for part in recorded]
+    shares = []
+    for part in recorded:
+        known = part.known()
+        shares.append(sum(one in known for one in asked) / len(asked) * part.rows_per_recorded)
     return rounded(min(1.0, max(shares)))
-
-
-def num_known(recorded: LearntPrompts, hashes: Sequence[str]) -> int:
-    """How many of some prompts' hashes are recorded."""
-    known = recorded.known()
-    return sum(one in known for one in hashes)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from ..proof.runner import Contender, Runner
 from ..suites.prompts import FailedPrompt, Suite
 from .batches import MeasuredBatch, Side
 from .disturbance import MOST_AGAIN, SHARE_AGAIN, ProcessorMeter, passes_disturbed
-from .resume import BatchStore, Record, generations_from, record_generations, settings_key
+from .resume import BatchStore, Record, identity, settings_key
 
 PORTION = 32  # new tokens per row that a side decodes in one turn
 Measured = tuple[list[MeasuredBatch], list[FailedPrompt]]  # decoded batches, and the prompts of failed ones
@@ -35,22 +35,38 @@ def measure_batches(
 
     Raises: BadInput on wrong settings, and before anything is timed if the engine decodes the target wrongly.
     """
-    stored = None
+    key = ""
     if store is not None:
-        drafts = [[one.name, store.digest_of(one.drafter), asdict(one.setting)] for one in contenders]
-        settings = {**asdict(config), "drafts": drafts}
-        stored = store, settings_key(target, None, suite, settings, name="", engine="headstart", store=store)
+        drafts = [[one.name, identity(one.drafter), asdict(one.setting)] for one in contenders]
+        key = settings_key(target, suite, {**asdict(config), "drafts": drafts})
     sides = Sides(target, contenders, suite, config)
-    records, failed = measure_parts(sides.batches, sides.decode, sides.warm_up, stored=stored, on_part=on_batch)
-    measured: list[Measured] = [([], list(failed)) for _ in contenders]
-    for number, record in records.items():
-        batch, (plain, *drafted) = sides.batches[number], sides_in(record)
+    measured: list[Measured] = [([], []) for _ in contenders]
+    is_warmed_up = False
+    for number, batch in enumerate(sides.batches):
+        record = None if store is None else store.get(key, number)
+        if record is None:
+            try:
+                if not is_warmed_up:
+                    sides.warm_up(batch)
+                is_warmed_up = True
+                record = sides.decode(number, batch)
+            except BadInput:  # wrong settings, as the prompts have been checked
+                raise
+            except Exception as error:  # out of memory, or a bug: go on with the other batches
+                for _, failures in measured:
+                    failures += failures_of(batch, reason_of(error))
+                on_batch()
+                continue
+            if store is not None and not any(record["failed"]):
+                store.add(key, number, record)
+        plain, *drafted = sides_in(record)
         assert plain is not None  # or the whole batch failed
         for side, reason, (batches, failures) in zip(drafted, record["failed"][1:], measured, strict=True):
             if side is None:
                 failures += failures_of(batch, reason)
             else:
                 batches.append(MeasuredBatch(number, batch, side, plain, record["num_again"]))
+        on_batch()
     return measured
 
 
@@ -78,7 +94,7 @@ class Sides:
         sides, num_again = least_disturbed(once, most_again=MOST_AGAIN if self.most_again else 0)
         self.most_again -= num_again > 0
         return {
-            "sides": [None if isinstance(side, Exception) else record_generations(side.runs) for side in sides],
+            "sides": [None if isinstance(side, Exception) else side.recorded for side in sides],
             "others": [None if isinstance(side, Exception) else side.others for side in sides],
             "num_again": num_again,
             "failed": [reason_of(side) if isinstance(side, Exception) else "" for side in sides],
@@ -104,51 +120,12 @@ class Sides:
 def sides_in(record: Record) -> list[Side | None]:
     """The sides in a record that `Sides.decode` made; None where a side failed."""
     runs_and_others = zip(record["sides"], record["others"], strict=True)
-    return [None if runs is None else Side(generations_from(runs), others) for runs, others in runs_and_others]
+    return [None if runs is None else Side.of(runs, others) for runs, others in runs_and_others]
 
 
-def measure_parts(
-    parts: Sequence[Suite],
-    measure_part: Callable[[int, Suite], Record],
-    warm_up: Callable[[Suite], object],
-    *,
-    stored: tuple[BatchStore, str] | None,
-    on_part: Callable[[], object],
-) -> tuple[dict[int, Record], list[FailedPrompt]]:
-    """Measure the parts of a suite: the records of successful parts by number, and the prompts of the others.
-
-    Args:
-        measure_part: makes a part's record, which is stored unless it has an entry in `failed`.
-        warm_up: called, untimed, before the first part that is measured.
-        stored: the store of records, and the key of this measurement in it.
-    """
-    records: dict[int, Record] = {}
-    failed: list[FailedPrompt] = []
-    is_warmed_up = False
-    for number, part in enumerate(parts):
-        record = stored[0].get(stored[1], number) if stored else None
-        if record is None:
-            try:
-                if not is_warmed_up:
-                    warm_up(part)
-                is_warmed_up = True
-                record = measure_part(number, part)
-            except BadInput:  # wrong settings, as the prompts have been checked
-                raise
-            except Exception as error:  # out of memory, or a bug: go on with the other parts
-                failed += failures_of(part, reason_of(error))
-                on_part()
-                continue
-            if stored and not any(record.get("failed", ())):
-                stored[0].add(stored[1], number, record)
-        records[number] = record
-        on_part()
-    return records, failed
-
-
-def failures_of(part: Suite, reason: str) -> list[FailedPrompt]:
-    """All prompts of a part."""
-    return [FailedPrompt(source.number, source.row, reason) for source in part.sources]
+def failures_of(batch: Suite, reason: str) -> list[FailedPrompt]:
+    """All prompts of a batch."""
+    return [FailedPrompt(source.number, source.row, reason) for source in batch.sources]
 
 
 def reason_of(error: Exception) -> str:

@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -17,7 +16,7 @@ from ... import __version__
 from ...base.files import locked, write_text
 from ...base.jsonl import index_appended
 from ...targets.target import Target
-from ..decoding.loop import Generation, Round
+from ..decoding.loop import Round
 from ..figures.environment import device_name
 from ..suites.prompts import Suite
 
@@ -39,7 +38,6 @@ class BatchStore:
         self.path, self._on_first = Path(folder) / FILE, on_first
         self._file: BinaryIO | None = None
         self._offsets: dict[tuple[str, int], int] = {}  # of each line's first byte
-        self._digests = WeakKeyDictionary[Any, str]()  # by drafter
         self.used: set[str] = set()
 
     def __enter__(self) -> "BatchStore":
@@ -89,14 +87,6 @@ class BatchStore:
             lines.append(self._file.readline().decode())
         write_text(self.path, "".join(lines))
 
-    def digest_of(self, drafter: Any) -> str:
-        """`identity` of a drafter, computed once; None: the baseline's."""
-        if drafter is None:
-            return identity(None)
-        if drafter not in self._digests:
-            self._digests[drafter] = identity(drafter)
-        return self._digests[drafter]
-
     def _open(self) -> BinaryIO:
         """Open and index the file; an incomplete last line, left by a kill, is cut off. Raises as `__enter__`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,20 +99,16 @@ class BatchStore:
         return file
 
 
-def settings_key(
-    target: Target, drafter: Any, suite: Suite, settings: Record, *, name: str, engine: str, store: BatchStore
-) -> str:
+def settings_key(target: Target, suite: Suite, settings: Record) -> str:
     """The key of a measurement: a hash of everything that its figures depend on.
 
-    These are the target's weights, config, dtype, device and kernels, the drafter including its weights, the prompts,
-    the settings, the number of threads and the versions; also the names, so that results that a report distinguishes
-    are measured separately.
+    These are the target's weights, config, dtype, device and kernels, the prompts, the number of threads, the versions
+    and the settings, which have the `identity` of each drafter; also the names there and the suite's, so that results
+    that a report distinguishes are measured separately.
     """
     parts = {
-        "engine": engine,
-        "names": [name, suite.name],
+        "suite": suite.name,
         "target": [target.fingerprint, target.config.to_dict(), sorted(target.eos_token_ids), target.is_adapted],
-        "drafter": store.digest_of(drafter),
         "prompts": suite.digest,
         "settings": settings,
         "machine": [str(target.dtype), str(target.device), device_name(target.device), torch.get_num_threads()],
@@ -151,13 +137,3 @@ def identity(drafter: Any) -> str:
         elif isinstance(value, str | int | float | tuple | None):
             digest.update(f"{name} {value!r}".encode())
     return digest.hexdigest()
-
-
-def record_generations(runs: list[Generation]) -> list[list[Any]]:
-    """Repeats of one side: token ids and rounds of each, the fields of a round in their order."""
-    return [[run.token_ids, [astuple(round_) for round_ in run.rounds]] for run in runs]
-
-
-def generations_from(record: list[list[Any]]) -> list[Generation]:
-    """The repeats that `record_generations` wrote."""
-    return [Generation(token_ids, [Round(*round_) for round_ in rounds]) for token_ids, rounds in record]

@@ -170,15 +170,12 @@ class TimedCell:
         return [median_of(passes).scaled(self.baseline.round_ms) for passes in self.drafted.values()]
 
     def _timed(self, setting: DraftSetting | None) -> StepTime:
-        return self._decoding(setting).time(self.num_rounds, on_round=self.on_round)
-
-    def _decoding(self, setting: DraftSetting | None) -> "TimedRounds":
         if setting not in self.decodings:
             engine = build_engine(
                 self.target, self.drafter, setting, self.config, batch_size=len(self.rows), max_length=self.max_length
             )
             self.decodings[setting] = TimedRounds(engine, self.rows, setting)
-        return self.decodings[setting]
+        return self.decodings[setting].time(self.num_rounds, on_round=self.on_round)
 
 
 class TimedRounds:
@@ -279,7 +276,8 @@ class StepTable:
 
 
 def relative_verify_cost(times: StepTable, setting: DraftSetting, *, batch_size: float, context: float) -> float:
-    """The time of verifying one more token of each row, in rounds that draft a chain and verify none of it."""
+    """The time of verifying one more token of each row, in rounds that draft a chain and verify none of it:
+    (verification of all drafts - baseline step) / length, over the time of such a round."""
     plain = times.at(None, batch_size=batch_size, context=context)
     drafted = times.at(setting, batch_size=batch_size, context=context)
     more = max(drafted.verify_ms - plain.verify_ms, 0.0)
@@ -295,22 +293,11 @@ def verify_cost(
     *,
     context: int,
 ) -> float:
-    """The cost of verifying one more token of each row, in rounds that draft all tokens of a chain and verify none.
-
-    It is (verification of all drafts - baseline step) / length, relative to such a round, both measured at the
-    config's batch size and sampling: above temperature 0, verifying takes longer per token.
-    """
-    context = min(context, target.num_positions - most_new_tokens(setting))
-    times = measure_step_times(
-        target,
-        drafter,
-        [setting],
-        config,
-        batch_sizes=[config.batch_size],
-        contexts=[context],
-        text=text,
-    )
-    return relative_verify_cost(StepTable(tuple(times)), setting, batch_size=config.batch_size, context=context)
+    """`relative_verify_cost`, measured at the config's batch size and sampling: above temperature 0, verifying takes
+    longer per token."""
+    size, context = config.batch_size, min(context, target.num_positions - most_new_tokens(setting))
+    times = measure_step_times(target, drafter, [setting], config, batch_sizes=[size], contexts=[context], text=text)
+    return relative_verify_cost(StepTable(tuple(times)), setting, batch_size=size, context=context)
 
 
 def interpolated(times: Sequence[StepTime], part: str, axes: Sequence[tuple[str, float]]) -> float:

@@ -84,8 +84,8 @@ def result_of(
     prompts = [prompt for batch in batches for prompt in batch.suite.prompts]
     empty = unmeasured(suite, config, setting, drafter=contender.name)
     length, trained_length = setting.num_draft_tokens, training.max_length if training else None
-    by_context = acceptance_by(batches, context_label(trained_length), num_draft_tokens=length)
-    draws = config.temperature > 0 and draws_drafts(setting)
+    # where drafts are drawn at random, sampled texts are not the baseline's, though distributed alike
+    draws = config.temperature > 0 and isinstance(setting.tree, SampledChain)
     drafted = [texts for batch in batches for texts in batch.drafted.texts]  # of all repeats
     return replace(
         with_figures(empty, target, batches, num_repeats=config.num_repeats),
@@ -94,7 +94,7 @@ def result_of(
         disturbance=disturbance(batches),
         draft_vocabulary=vocabulary_coverage(drafter, batches),
         by_segment=acceptance_by(batches, segment_label(suite.in_trace), num_draft_tokens=length),
-        by_context=by_context,
+        by_context=acceptance_by(batches, context_label(trained_length), num_draft_tokens=length),
         by_domain=by_domain(batches, num_draft_tokens=length),
         by_turn=by_turn(batches, num_draft_tokens=length),
         teacher_forced_acceptance_length=teacher_forced_length(target, drafter, batches, setting),
@@ -118,21 +118,25 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     spec_whole = sum(batch.drafted.prefill_seconds for batch in batches) + spec_seconds
     base_whole = sum(batch.baseline.prefill_seconds for batch in batches) + base_seconds
     length = rounded(counted.length)
+    speedup, interval = speedup_of(timed_seconds(batches))
     seen = observations(batches, counted_runs, num_draft_tokens=result.num_draft_tokens)
     texts = repetitions(batches, counted_runs)
     return replace(
-        with_speedup(result, [(unit.baseline_seconds, unit.seconds) for unit in seen]),
+        result,
         num_prompts=len({number for batch in batches for number in batch.numbers}),
         num_chats=len({source.first for batch in batches for source in batch.suite.sources}),
         num_tokens=sum(
             len(row) for batch in batches for run in batch.drafted.runs[:counted_runs] for row in run.token_ids
         ),
+        num_timed=len(seen),
         num_rounds=counted.num_rounds,
         acceptance_length=length,
         acceptance_rate=[rounded(rate) for rate in counted.rate],
         calibration=calibration(rounds, verified=rounded(counted.num_offered / max(1, counted.num_rounds))),
         tokens_per_second=rounded(num_decoded / spec_seconds if spec_seconds else None, 2),
         baseline_tokens_per_second=rounded(num_decoded / base_seconds if base_seconds else None, 2),
+        speedup=speedup,
+        speedup_ci95=interval,
         observations=seen,
         repetition=Repetition(
             list({text.prompt: text for rows in texts for text in rows}.values()),
@@ -148,11 +152,6 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
             end_to_end_speedup=rounded(base_whole / spec_whole if batches else None),
         ),
     )
-
-
-def draws_drafts(setting: DraftSetting) -> bool:
-    """Whether drafts are drawn at random: then sampled texts are not the baseline's, though distributed alike."""
-    return isinstance(setting.tree, SampledChain)
 
 
 def check_texts(batches: Sequence[MeasuredBatch], runner: Runner) -> LosslessReport:
@@ -210,12 +209,6 @@ def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_dra
         numbers = sorted(number for batch in unit for number in batch.numbers)
         seen.append(Observation(numbers, counted.num_rounds, counted.num_committed, *summed_seconds(unit)))
     return seen
-
-
-def with_speedup(result: Result, seconds: Sequence[tuple[float, float]]) -> Result:
-    """The result with its speedup. Args: seconds: baseline and speculative, for equal tokens, per prompt or batch."""
-    speedup, interval = speedup_of(seconds)
-    return replace(result, num_timed=len(seconds), speedup=speedup, speedup_ci95=interval)
 
 
 def first_token_ms(sides: Iterable[Side]) -> float | None:

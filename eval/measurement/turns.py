@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-import torch
-
 from ...targets.chat.answers import answer_message, answer_text
 from ...targets.chat.messages import Message
 from ...targets.chat.prompts import ChatTemplate
 from ...targets.chat.rows import UnusableRow
 from ...targets.target import Target
-from ..decoding import generate
 from ..proof.config import MeasureConfig
+from ..proof.runner import Runner
 from ..suites.prompts import FailedPrompt, PromptSource, Script, Suite, check_ids, last_question
 
 
@@ -100,25 +98,12 @@ def with_every_turn(suite: Suite, target: Target, config: MeasureConfig, *, batc
 
 
 def own_answers(
-    target: Target, prompts: Sequence[list[int]], config: MeasureConfig, *, batch_size: int
+    target: Target, prompts: list[list[int]], config: MeasureConfig, *, batch_size: int
 ) -> Iterator[list[int]]:
     """The new tokens of the target's own answers, decoded as the baseline does."""
+    run = Runner(target, None, prompts, config)
     for start in range(0, len(prompts), batch_size):
-        generator = None
-        if config.temperature:
-            generator = torch.Generator(target.device).manual_seed(config.seed + start)
-        yield from generate(
-            target,
-            None,
-            prompts[start : start + batch_size],
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_strings=config.stop_strings,
-            steps=config.steps,
-            generator=generator,
-        ).token_ids
+        yield from run(prompts[start : start + batch_size], config.seed + start).token_ids
 
 
 def expanded(suite: Suite, talks: dict[int, Talk]) -> Suite:

@@ -19,27 +19,16 @@ MBPP_TEST = range(11, 511)  # task ids of MBPP's test split (Austin et al. 2021)
 
 
 @dataclass(frozen=True)
-class HubDataset:
-    """Arguments of `datasets.load_dataset`."""
-
-    name: str
-    config: str | None = None
-    split: str = "test"
-    url: str | None = None  # a file that is not on the hub, read as JSON lines
-
-    @property
-    def label(self) -> str:
-        return self.url or self.name
-
-
-@dataclass(frozen=True)
 class NamedSuite:
     """files: names or patterns in the suites' folder, also as .gz; the first that exists is read. to_prompt: a row and
-    its origin to a row for `prompt_ids`, or None to skip it."""
+    its origin to a row for `prompt_ids`, or None to skip it. hub, config, split: of `datasets.load_dataset`; hub may be
+    the address of a file of JSON lines."""
 
     files: tuple[str, ...]
     to_prompt: Callable[[Row, str], Row | None]
-    hub: HubDataset
+    hub: str
+    config: str | None = None
+    split: str = "test"
 
 
 def value_of(row: Row, key: str, kind: type, *, origin: str, suite: str) -> Any:
@@ -82,24 +71,24 @@ SUITES: dict[str, NamedSuite] = {
     "spec-bench": NamedSuite(
         ("spec_bench.jsonl", "spec_bench/question.jsonl"),
         spec_bench_prompt,
-        HubDataset("json", split="train", url=SPEC_BENCH_URL),
+        SPEC_BENCH_URL,
+        split="train",
     ),
     "mt-bench": NamedSuite(
-        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
-        mt_bench_prompt,
-        HubDataset("philschmid/mt-bench", split="train"),
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"), mt_bench_prompt, "philschmid/mt-bench", split="train"
     ),
     "humaneval": NamedSuite(  # the start of a Python function, to be completed
         ("humaneval.jsonl", "HumanEval.jsonl"),
         partial(one_turn, key="prompt", suite="humaneval"),
-        HubDataset("openai/openai_humaneval"),
+        "openai/openai_humaneval",
     ),
     "gsm8k": NamedSuite(  # the question, without examples
         ("gsm8k.jsonl", "gsm8k_test*.jsonl"),
         partial(one_turn, key="question", suite="gsm8k"),
-        HubDataset("openai/gsm8k", "main"),
+        "openai/gsm8k",
+        "main",
     ),
-    "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, HubDataset("google-research-datasets/mbpp", "full")),
+    "mbpp": NamedSuite(("mbpp.jsonl",), mbpp_prompt, "google-research-datasets/mbpp", "full"),
 }
 
 
@@ -164,15 +153,15 @@ def suite_rows(spec: SuiteSpec, folder: Path) -> Rows:
 def hub_rows(name: str, folder: Path) -> Rows:
     """Rows from the hub. Raises BadInput, naming the local file to provide instead, if they cannot be loaded."""
     suite = SUITES[name]
-    hub = suite.hub
     instead = f"put {folder / suite.files[0]} in place, or give --suite {name}=PATH"
     try:
         import datasets
     except ImportError as error:
         raise BadInput(f"--suite {name}: the hub needs datasets (pip install datasets); or {instead}") from error
-    files: dict[str, Any] = {"data_files": hub.url} if hub.url else {}
+    is_file = suite.hub.startswith("https:")
+    files: dict[str, Any] = {"data_files": suite.hub} if is_file else {}
     try:
-        loaded = list(datasets.load_dataset(hub.name, hub.config, split=hub.split, **files))
+        loaded = list(datasets.load_dataset("json" if is_file else suite.hub, suite.config, split=suite.split, **files))
     except Exception as error:  # the hub, the network and the data set's own format each raise their own kind
-        raise BadInput(f"--suite {name}: {hub.label} does not load ({first_line(error)[:120]}); {instead}") from error
-    return ((f"{hub.label}[{i}]", dict(row)) for i, row in enumerate(loaded))
+        raise BadInput(f"--suite {name}: {suite.hub} does not load ({first_line(error)[:120]}); {instead}") from error
+    return ((f"{suite.hub}[{i}]", dict(row)) for i, row in enumerate(loaded))

@@ -137,11 +137,6 @@ class NoUsablePrompt(BadInput):
         self.suite = suite
 
 
-def asks_template(row: Row, tokenizer: Any) -> bool:
-    """Whether a row goes through the chat template; `turns` do only if there is one."""
-    return is_chat(row) and ("turns" not in row or bool(tokenizer.chat_template))
-
-
 def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
     """The shortest name of each such that all differ. Args: candidates: the possible names of each, shortest first.
 
@@ -216,7 +211,7 @@ def build_suite(
     suite, told = Suite(name, [], trace_finder(tokenizer), chat=chat), list[dict[str, Any]]()
     for number, (origin, given) in enumerate(islice(rows, limit)):
         row = chat.of_row(given)
-        asked = asks_template(row, tokenizer)
+        asked = is_chat(row) and ("turns" not in row or bool(tokenizer.chat_template))  # through the template
         if not asked and chat != DEFAULT_CHAT:
             raise BadInput(f"{origin}: {NEEDS_CHAT}")
         with naming_faults(row, origin):

@@ -99,11 +99,7 @@ class Drafter:
     adapts_target: bool = False  # whether it puts adapters on the target, which changes the model for all drafters
 
     def begin(self, *, batch_size: int, max_length: int) -> Any:
-        """A fresh state for rows of at most max_length tokens, drafts included.
-
-        Continuous batching copies rows between states, so a state must be a cache, or a dataclass of caches, tensors,
-        lists with an entry per row, and such dataclasses.
-        """
+        """A fresh state for rows of at most max_length tokens, drafts included."""
         raise NotImplementedError
 
     def restart(self, state: Any, *, batch_size: int, max_length: int) -> Any:

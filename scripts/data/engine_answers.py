@@ -14,11 +14,9 @@ from ...data_pipelines.answers.as_ids import AsIds
 from ...data_pipelines.answers.conversations import Answer, ChatRequest, Failure
 from ...data_pipelines.answers.dispatch import in_batches, joining
 from ...data_pipelines.answers.regenerate import Answerer, RegenerateConfig, check_prompts
-from ...engines.heads import head_record, load_head
 from ...eval.decoding import generate
 from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.replay import default_steps
-from ...heads.base import DraftHead
 from ...targets.chat.reasoning import template_hash, tokenizer_hash
 from ...targets.dtype import with_default_dtype
 from ...targets.loading import TargetConfig, config_hash, default_device
@@ -27,18 +25,15 @@ from ...targets.target import Target
 
 def by_engine(config: RegenerateConfig) -> tuple[Answerer, dict[str, Any]]:
     """Answers of the target in this process, and what identifies it. Raises BadInput, before the target is loaded, on
-    rows, output folder and head."""
+    rows and output folder."""
     engine = config.engine
     check_prompts(config)
-    if engine.head is not None:
-        head_record(engine.head)
     device = engine.device or default_device()
     asked = TargetConfig(path=config.target, dtype=engine.dtype, revision=engine.revision)
     dtype = with_default_dtype(asked, device).dtype
     target = Target.load(config.target, dtype=dtype, device=device, revision=engine.revision, adapter=engine.adapter)
     clip_length(config, target)
-    head = None if engine.head is None else load_head(engine.head, target)
-    answer = EngineAnswers(target, head, batch_size=engine.batch_size)
+    answer = EngineAnswers(target, batch_size=engine.batch_size)
     if config.sampling.temperature == 0:
         return partial(joining, answers=answer.joining, batch_size=engine.batch_size), identity_of(target)
     return partial(in_batches, answer=answer, batch_size=engine.batch_size), identity_of(target)
@@ -65,15 +60,15 @@ def identity_of(target: Target) -> dict[str, Any]:
 
 
 class EngineAnswers(AsIds):
-    """A target that answers requests; with a head, which drafts for it.
+    """A target that answers requests.
 
     Called with a batch, one stream of random numbers serves it, seeded by all its requests: the same batch gets the
     same answers. Greedy answers need no batch of their own: see `joining`.
     """
 
-    def __init__(self, target: Target, head: DraftHead | None = None, *, batch_size: int = 32):
+    def __init__(self, target: Target, *, batch_size: int = 32):
         super().__init__(target)
-        self.head, self.batch_size = head, batch_size
+        self.batch_size = batch_size
 
     def __call__(self, requests: list[ChatRequest]) -> list[Answer | Failure]:
         """Answers in the requests' order; a prompt that the template or the context does not take is a Failure."""
@@ -86,7 +81,7 @@ class EngineAnswers(AsIds):
         if fitting:
             texts = generate(
                 self.target,
-                self.head,
+                None,
                 fitting,
                 max_new_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
@@ -118,8 +113,7 @@ class EngineAnswers(AsIds):
                     asked.append(WaitingPrompt(key, prompt))
 
         yield from take()
-        rows, head = self.batch_size, self.head
-        for key, tokens in answer_continuously(self.target, asked, batch_size=rows, max_new_tokens=limit, drafter=head):
+        for key, tokens in answer_continuously(self.target, asked, batch_size=self.batch_size, max_new_tokens=limit):
             prompt, request = taken[key]
             yield key, self.answer(prompt, tokens, request)
             yield from take()  # the next turn of this conversation

@@ -16,7 +16,7 @@ from ...engines.servers.how_to_serve import how_to_serve, under_adapter
 from ...eval.decoding.draft_setting import DraftSetting, drafts_tree, named_tree
 from ...eval.measurement.measure import Row, measure_all
 from ...eval.measurement.result import Result
-from ...eval.measurement.resume import BEFOREHAND, BatchStore, settings_key
+from ...eval.measurement.resume import BEFOREHAND, BatchStore, identity, settings_key
 from ...eval.measurement.step_times import verify_cost
 from ...eval.proof.config import MeasureConfig
 from ...eval.proof.runner import Contender
@@ -181,9 +181,8 @@ class EvalRun:
             return setting
         if cost != "measured":
             return replace(setting, verify_cost=float(cost))
-        asked = {**asdict(config), "verify_cost": setting.num_draft_tokens}
-        how: dict[str, Any] = {"name": named.name, "engine": "verify cost", "store": self.store}
-        key = settings_key(self.target, named.drafter, suite, asked, **how)
+        cost_of = [named.name, identity(named.drafter), setting.num_draft_tokens]
+        key = settings_key(self.target, suite, {**asdict(config), "verify_cost_of": cost_of})
         record = self.store.get(key, BEFOREHAND)
         if record is None:
             longest = max(suite.prompts, key=len)

@@ -80,7 +80,6 @@ CASES = [
     (f"data extract {{run}} target.path={TARGET} --output taken", "taken"),
     *((f"{REGENERATE} {rows.replace('data.train', 'sources')}", named) for rows, named in ROWS.items()),
     (f"{REGENERATE} sources=good.jsonl engine.adapter=gone", "gone"),
-    (f"{REGENERATE} sources=good.jsonl engine.head=gone", "gone"),
     (f"{REGENERATE} sources=good.jsonl output=taken", "taken"),
     (f"{AUTO} --prompts gone.jsonl", "gone.jsonl"),
     (f"{AUTO} --prompts many.jsonl --device cuda:1", "CUDA_VISIBLE_DEVICES=1"),

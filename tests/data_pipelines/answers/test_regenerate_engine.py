@@ -14,10 +14,8 @@ from headstart.base.doing import Doing
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
-from headstart.engines.heads import HEADS, build_head, save_head
 from headstart.engines.servers.registry import SERVER_ENGINES
 from headstart.eval.decoding import continuous, generate, replay
-from headstart.heads.medusa import MedusaHead
 from headstart.scripts.data import regenerate as data_regenerate
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.data.regenerate import regenerate
@@ -59,22 +57,6 @@ def command(chat_target, tmp_path):
 
 def asked(text):
     return ChatRequest([{"role": "user", "content": text}], None, GREEDY, seed=1)
-
-
-def test_a_head_of_the_target_drafts_and_the_answers_stay(command, chat_target, tmp_path, monkeypatch):
-    target = Target.load(chat_target)
-    save_head(build_head(HEADS["medusa"].config_class(type="medusa"), target, seed=1), tmp_path / "head")
-    drafters, engine = [], continuous.Engine
-
-    def noting(target, drafter, **how):
-        drafters.append(drafter)
-        return engine(target, drafter, **how)
-
-    monkeypatch.setattr(continuous, "Engine", noting)
-    command(f"output={tmp_path / 'plain'}", "sampling.temperature=0")
-    command(f"output={tmp_path / 'drafted'}", "sampling.temperature=0", f"engine.head={tmp_path / 'head'}")
-    assert read_jsonl(tmp_path / "drafted" / "answers.jsonl") == read_jsonl(tmp_path / "plain" / "answers.jsonl")
-    assert drafters[0] is None and isinstance(drafters[-1], MedusaHead)
 
 
 def test_answers_are_the_targets_own_greedy_text(engine_answers):

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,36 +159,28 @@ def no_collection() -> Any:
     gc.enable()
 
 
-@pytest.mark.fast_only(head_type=["eagle3"])
+@pytest.mark.fast_only(head_type=["eagle3"], steps=["compile"])
 @pytest.mark.parametrize(
     ("head_type", "steps", "tree"),
     [
         ("block", "eager", "chain"),
         ("eagle3", "compile", "tree"),
+        ("eagle3", "traced", "chain"),
         ("medusa", "compile", "chain"),
         ("mtp", "eager", "tree"),
     ],
 )
 def test_keys_and_values_go_with_their_engine(steps, tree, head_type, target, monkeypatch, no_collection):
     """At once, and not when a collection comes by: the next engine needs the memory."""
-    monkeypatch.setattr(replay, "compiled", lambda step, arguments: lambda *now: step(*now))
-    engine = Engine(target, untrained(head_type, target), batch_size=4, max_length=24, tree=TREES[tree], steps=steps)
+    traced = partial(replay.compiled, backend="eager")
+    record = traced if steps == "traced" else lambda step, arguments: lambda *now: step(*now)
+    monkeypatch.setattr(replay, "compiled", record)
+    how = {"tree": TREES[tree], "steps": "eager" if steps == "eager" else "compile"}
+    engine = Engine(target, untrained(head_type, target), batch_size=4, max_length=24, **how)
     decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
     kept = [weakref.ref(tensor) for layer in engine.cache.layers for tensor in (layer.keys, layer.values)]
     kept += [weakref.ref(engine.cache), weakref.ref(engine)]
     assert all(one() is not None for one in kept)
-    del engine
-    assert not any(one() is not None for one in kept)
-
-
-@pytest.mark.slow
-def test_keys_and_values_go_with_an_engine_that_was_traced(target, monkeypatch, no_collection):
-    """What compiled code keeps of a step is not the engine."""
-    record = replay.compiled
-    monkeypatch.setattr(replay, "compiled", lambda step, arguments: record(step, arguments, backend="eager"))
-    engine = Engine(target, untrained("eagle3", target), batch_size=4, max_length=24, steps="compile")
-    decode(engine, PROMPTS, max_new_tokens=8, stop=Stop.of(target))
-    kept = [weakref.ref(engine.cache.layers[0].keys), weakref.ref(engine)]
     del engine
     assert not any(one() is not None for one in kept)
 

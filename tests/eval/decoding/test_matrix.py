@@ -1,4 +1,5 @@
-"""Greedy text is transformers' own, token for token: every drafter x every tree it can do, over rows and architectures.
+"""Greedy text is transformers' own, token for token: every head x every tree, over rows and architectures. Of drafters
+without training: tests/eval/drafters.
 
 Over a vocabulary of 12, so that untrained heads guess right now and then, and long and short paths are accepted.
 """
@@ -10,8 +11,6 @@ import torch
 from drafted import own_text, untrained
 from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
-from headstart.eval.drafters.draft_model import DraftModelDrafter
-from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.heads.drafting.trees import DynamicTree
 from headstart.targets.cpu.build import supported_sets
 from headstart.targets.cpu.decoder import CpuDecoder
@@ -25,14 +24,12 @@ TREES = {
     "narrow": DynamicTree(num_nodes=4, depth=2, top_k=2),
     "dynamic": DynamicTree(num_nodes=7, depth=3, top_k=3),
 }
-LOOKUPS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 ARCHITECTURES, ROWS = ["llama", "qwen3", "gemma3"], ["1 row", "4 ragged rows"]
-OTHERS = [(name, "chain", architecture) for name in (*LOOKUPS, "draft-model") for architecture in ARCHITECTURES]
 # every head with every tree; any two of head, tree, architecture and number of rows meet
 HEAD_CASES = [
     (name, tree, ARCHITECTURES[(i + j) % 3]) for i, name in enumerate(sorted(HEADS)) for j, tree in enumerate(TREES)
 ]
-CASES = [(*case, ROWS[(i + i // 4) % 2]) for i, case in enumerate([*OTHERS, *HEAD_CASES])]
+CASES = [(*case, ROWS[(i + i // 4) % 2]) for i, case in enumerate(HEAD_CASES)]
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +44,6 @@ def drafter_of(target_of):
 
     @cache
     def make(name, family):
-        if name in LOOKUPS:
-            return LOOKUPS[name]()
-        if name == "draft-model":
-            return DraftModelDrafter(target_of("qwen2"))
         return perturb(untrained(name, target_of(family)), 0.1, seed=3)
 
     return make

@@ -108,18 +108,16 @@ def test_captured_steps_decode_behind_a_long_prompt(tiny_target):
     both_ways(target, head_for("eagle3", target), steps="graph", prompts=[LONG])
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_a_head_that_is_asked_beside_look_ups_is_captured(tree, on_gpu):
-    drafter = HybridDrafter(head_for("eagle3", on_gpu))
-    engine = both_ways(on_gpu, drafter, steps="graph", tree=TREES[tree])
+def test_a_head_that_is_asked_beside_look_ups_is_captured(on_gpu):
+    engine = both_ways(on_gpu, HybridDrafter(head_for("eagle3", on_gpu)), steps="graph")
     assert len(engine.replay.recorded) == 2 and all(engine.replay.recorded.values())
 
 
-@pytest.mark.parametrize(("drafts", "batch_size"), [(True, 2), (True, 16), (False, 16)])
-def test_rows_join_and_leave_captured_rounds(drafts, batch_size, on_gpu):
-    """Of 16 rows two prompts are read together, and recorded where nothing drafts."""
-    head, prompts = head_for("eagle3", on_gpu) if drafts else None, [*PROMPTS, [1, *range(3, 60), *range(3, 40)]] * 5
-    texts = joined_texts(on_gpu, prompts, batch_size=batch_size, max_new_tokens=40, drafter=head)
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_rows_join_and_leave_captured_rounds(batch_size, on_gpu):
+    """Of 16 rows two prompts are read together."""
+    prompts = [*PROMPTS, [1, *range(3, 60), *range(3, 40)]] * 5
+    texts = joined_texts(on_gpu, prompts, batch_size=batch_size, max_new_tokens=40)
     assert texts == [generate(on_gpu, None, prompt, max_new_tokens=40).token_ids[0] for prompt in prompts]
 
 

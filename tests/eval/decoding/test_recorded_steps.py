@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from drafted import untrained
 from headstart.base.errors import BadInput
+from headstart.engines.heads import HEADS
 from headstart.eval.decoding import continuous, replay
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.loop import decode, generate
@@ -22,7 +22,7 @@ from headstart.heads.drafting.trees import DynamicTree, SampledChain
 from headstart.targets.caches.ring_cache import DraftWindow
 from headstart.targets.cpu import joined_decoder
 from headstart.targets.cpu.joined_decoder import JoinedDecoder
-from joining import check_joining
+from joining import joined_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
@@ -127,14 +127,15 @@ def test_nor_does_sampling(head_type, target, recorded_strictly, monkeypatch):
     assert texts[0] == texts[1]
 
 
+BESIDE = [("eagle3", "traced"), *((name, "recorded_strictly") for name in ("eagle3", "medusa", "block"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head_type", ["eagle3", "medusa", "block"])
-def test_nor_does_a_head_that_is_asked_beside_look_ups(head_type, target, recorded_strictly, monkeypatch):
-    beside_look_ups(target, untrained(head_type, target), monkeypatch)
-
-
-def beside_look_ups(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts, and what the head guesses in the first rounds, in which no row has ended."""
+@pytest.mark.parametrize(("head_type", "way"), BESIDE)
+def test_nor_does_a_head_that_is_asked_beside_look_ups(head_type, way, target, request, monkeypatch):
+    """It is traced whole too. Held are texts, and its guesses of the first rounds, in which no row has ended."""
+    request.getfixturevalue(way)
+    head = untrained(head_type, target)
     guesses, chains = [], Guessing.chains
 
     def kept(self: Guessing, *arguments: Any, **how: Any) -> Any:
@@ -154,18 +155,9 @@ def beside_look_ups(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_chains_of_every_head_are_traced_whole(head_type, target, traced):
-    both_ways(target, untrained(head_type, target), None)
-
-
-@pytest.mark.slow
-def test_a_head_that_is_asked_beside_look_ups_is_traced_whole(target, traced, monkeypatch):
-    beside_look_ups(target, untrained("eagle3", target), monkeypatch)
-
-
-@pytest.mark.slow
-def test_trees_are_traced_whole(target, traced):
-    both_ways(target, untrained("eagle3", target), TREES["dynamic"])
+@pytest.mark.parametrize(("head_type", "tree"), [*((name, "chain") for name in sorted(HEADS)), ("eagle3", "dynamic")])
+def test_chains_of_every_head_and_trees_are_traced_whole(head_type, tree, target, traced):
+    both_ways(target, untrained(head_type, target), TREES[tree])
 
 
 @pytest.mark.slow
@@ -197,34 +189,18 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return recorded
 
 
-def check_recorded_joining(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_recorded_joining(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of a few tokens and of more than 128 slots, three at a time: what is recorded for few slots serves again
     when the long ones have left."""
     prompts = [[1, 2, 3], [5] * 118, [4, 5], [0, 1, 0, 3], [2] * 90, [3, 1], [1, 1, 4]]
+    alone = [generate(target, None, prompt, max_new_tokens=14).token_ids[0] for prompt in prompts]
     monkeypatch.setattr(continuous, "default_steps", lambda device: "compile")
-    check_joining(target, prompts, head, monkeypatch)
+    assert joined_texts(target, prompts, batch_size=3, max_new_tokens=14) == alone
 
 
-@pytest.mark.slow
-def test_rows_join_and_leave_recorded_rounds(head_type, tiny_target, captured, monkeypatch):
-    """Of a row that joins a graph sees caches alone, which are written in place. Six tokens, so that many a guess is
-    right."""
-    target, take_row = tiny_target("llama", vocab_size=6, eos_token_id=None), continuous.take_row
-
-    def taken(into: Any, *others: Any) -> None:
-        take_row(into, *others)
-        if is_dataclass(into):
-            for tensor in vars(into).values():
-                if isinstance(tensor, torch.Tensor):
-                    tensor.zero_()
-
-    monkeypatch.setattr(continuous, "take_row", taken)
-    check_recorded_joining(target, untrained(head_type, target), monkeypatch)
-    assert len(captured) == 4, "each step, for 128 slots and for more"
-
-
-def test_rows_join_and_leave_the_recorded_baseline(tiny_target, captured, monkeypatch):
-    check_recorded_joining(tiny_target("llama", vocab_size=6, eos_token_id=None), None, monkeypatch)
+def test_rows_join_and_leave_recorded_rounds(tiny_target, captured, monkeypatch):
+    """Of a row that joins a graph sees caches alone, which are written in place."""
+    check_recorded_joining(tiny_target("llama", vocab_size=6, eos_token_id=None), monkeypatch)
     assert len(captured) == 4, "rounds, and the reading of prompts, of few tokens and of more"
 
 
@@ -234,7 +210,7 @@ def test_prompts_that_join_together_are_read_without_the_host(
     family, num_joining, tiny_target, recorded_strictly, monkeypatch
 ):
     monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
-    check_recorded_joining(tiny_target(family, vocab_size=64), None, monkeypatch)
+    check_recorded_joining(tiny_target(family, vocab_size=64), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +220,7 @@ def test_steps_are_recorded_on_a_gpu_where_enough_is_decoded(device, num_tokens,
     assert default_steps(torch.device(device), num_tokens=num_tokens) == steps
 
 
-@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True)])
+@pytest.mark.parametrize(("family", "drafted"), [("llama", False), ("qwen2", True), ("qwen3", True)])
 def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_target, monkeypatch):
     """As on a GPU with a target that is large enough: one compilation for all layers, and the same text."""
     monkeypatch.setattr(replay, "check_steps", lambda steps, device: steps)
@@ -259,17 +235,6 @@ def test_captured_rounds_read_through_compiled_layers(family, drafted, tiny_targ
     found = decode(engine, PROMPTS, max_new_tokens=12, stop=Stop.of(target, eos_token_ids=[]))
     assert found.token_ids == wanted
     assert list(target.decoder.compiled) == [(4, engine.num_drafted + 1, engine.cache.extent)]
-
-
-def test_a_longer_context_is_another_recording(tiny_target, recorded_strictly):
-    """128 slots, then 256: what was recorded for few slots is not asked to see more."""
-    target = tiny_target("llama")
-    engine = Engine(target, None, batch_size=1, max_length=200, steps="compile")
-    prompt = [1, *range(3, 60), *range(3, 60)]
-    wanted = generate(target, None, prompt, max_new_tokens=24, eos_token_ids=[]).token_ids
-    stop = Stop.of(target, eos_token_ids=[])
-    assert decode(engine, [prompt], max_new_tokens=24, stop=stop).token_ids == wanted
-    assert list(engine.replay.recorded) == [("verify", 128), ("verify", 256)]
 
 
 def test_what_cannot_be_recorded_is_one_line(target, monkeypatch):

@@ -8,12 +8,10 @@ from drafted import untrained
 from headstart.base.errors import BadInput
 from headstart.eval.decoding import generate
 from headstart.eval.decoding.draft_setting import named_tree
-from headstart.eval.figures.metrics import acceptance
-from headstart.heads.drafting.drafter import Drafter, Reading
+from headstart.heads.drafting.drafter import Reading
 from headstart.heads.drafting.trees import (
     Draws,
     DynamicTree,
-    Proposal,
     SampledChain,
     draft_chain,
     draft_dynamic,
@@ -111,36 +109,6 @@ def test_drawn_tokens_are_those_of_the_distribution_behind_them(head, state_of):
     torch.testing.assert_close(counts, probs[0], rtol=0, atol=0.015)
 
 
-def test_a_tree_that_holds_the_targets_own_path_is_accepted_whole(target):
-    """A head that scores as the target does, so that its best path stands: D + 1 tokens in every round."""
-
-    class Oracle(Drafter):
-        default_draft_tokens, drafts_trees = 4, True
-
-        def begin(self, *, batch_size, max_length):
-            return {}
-
-        def commit(self, state, read):
-            state["length"] = read.start + read.num_valid
-
-        def propose_tree(self, state, tree, *, draws=None):
-            best = torch.stack([text[i, n + 1 : n + 5] for i, n in enumerate(state["length"].tolist())])  # [B, 4]
-            wrong = (best + 1) % target.vocab_size
-            tokens = torch.stack(
-                [wrong[:, 0], best[:, 0], wrong[:, 1], best[:, 1], best[:, 2], wrong[:, 3], best[:, 3]], 1
-            )
-            parents = torch.tensor([-1, -1, 1, 1, 3, 4, 4]).expand(len(best), -1)
-            return Proposal(tokens, parents)
-
-    wanted = generate(target, None, PROMPTS, max_new_tokens=60, eos_token_ids=[]).token_ids
-    longest = max(map(len, PROMPTS))
-    text = torch.tensor([p + new + [0] * (longest - len(p)) for p, new in zip(PROMPTS, wanted, strict=True)])
-    shape = DynamicTree(num_nodes=7, depth=4, top_k=2)  # the nodes are the Oracle's own
-    out = generate(target, Oracle(), PROMPTS, max_new_tokens=41, tree=shape, eos_token_ids=[])  # type: ignore[arg-type]
-    assert out.token_ids == [new[:41] for new in wanted]
-    assert acceptance(out.rounds, num_draft_tokens=4).length == 5
-
-
 def test_ancestors_of_a_small_tree():
     seen = ancestors(torch.tensor([[-1, -1, 0, 2, 1]]), 3)[0].int().tolist()
     assert seen == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
@@ -186,12 +154,6 @@ def test_accepted_nodes_are_moved_only_if_they_are_elsewhere():
     assert torch.equal(cache.stored[0], before)
 
 
-def test_a_tree_deeper_than_the_head_is_refused(target):
-    head = untrained("medusa", target, num_depths=2)
-    with pytest.raises(BadInput, match="num_draft_tokens 4"):
-        generate(target, head, [1, 2], tree=DYNAMIC)
-
-
 @pytest.mark.parametrize("num_draft", [None, 2])
 @pytest.mark.fast_only(head_type=["eagle3", "medusa"])
 def test_named_trees_are_as_deep_as_the_chain(num_draft, head_type, target):
@@ -216,6 +178,8 @@ def test_what_cannot_be_drafted_is_refused(target, target_as_drafter):
     for name, drafter, num_draft, line in cases:
         with pytest.raises(BadInput, match=line):
             named_tree(name, target, drafter, num_nodes=4, num_draft_tokens=num_draft)
+    with pytest.raises(BadInput, match="num_draft_tokens 4"):  # as deep as that
+        generate(target, head, [1, 2], tree=DYNAMIC)
     assert WantedDrafts(["ngram"], ["sampled-chain"], 8, temperature=0.7).trees == ["sampled-chain"]
     with pytest.raises(BadInput, match="^--tree sampled-chain: needs --temperature above 0$"):
         WantedDrafts(["ngram"], ["sampled-chain"], 8, temperature=0.0)

@@ -106,8 +106,6 @@ def test_what_a_row_verifies_is_its_own_affair(target, unsure):
         alone = generate(target, unsure(target), [prompt], max_new_tokens=30, eos_token_ids=[], verify_cost=COST)
         mine = [(one.num_offered[row], one.num_accepted[row]) for one in together.rounds[1:] if one.num_committed[row]]
         assert [(one.num_offered[0], one.num_accepted[0]) for one in alone.rounds[1:]] == mine
-    ended = [(one, row) for one in together.rounds[1:] for row in range(4) if not one.num_committed[row]]
-    assert ended and all(one.num_offered[row] == 0 for one, row in ended)
 
 
 @pytest.mark.parametrize("cost", [None, COST])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from headstart.eval.decoding import verify
 from headstart.eval.decoding.sampling import Sampling, random_keys, target_probs
-from headstart.eval.decoding.sampling import sample as sample_by
 from headstart.eval.decoding.verify import ACCEPT_RULES, AcceptRule, Candidates, accept_sampled, accept_tree
 
 V, NUM_TABLES = 5, 4
@@ -27,7 +26,10 @@ MOST = 1.4  # of chi-square per degree of freedom: by chance it has a deviation 
 
 
 def sample(weights, source):
-    return sample_by(weights, random_keys(weights.shape[:-1], weights.device, source))
+    """A token by its weight, of each [..., V]: where the running sum passes a uniform number."""
+    sums = weights.cumsum(-1)
+    limit = torch.rand(weights.shape[:-1], generator=source)[..., None] * sums[..., -1:]
+    return (sums <= limit).sum(-1).clamp(max=weights.shape[-1] - 1)
 
 
 HOWS = [
@@ -80,7 +82,7 @@ class Setting:
         """deterministic: children of the draft's order, the target's choice followed. sampled: rejection of a chain."""
         self.grow(sampled=rule == "sampled")
         if rule == "deterministic":
-            chosen = sample(self.at_nodes(self.target), self.source)  # as `choose_tokens` does
+            chosen = sample(self.at_nodes(self.target), self.source)
             return accept_tree(chosen, self.drafted, self.parents, depth=DEPTH)
         probs = self.at_nodes(self.target)
         return accept_sampled(probs, self.draft_probs[:, :-1], self.drafted, generator=self.source)
@@ -136,11 +138,6 @@ class Setting:
         return float((terms.sum() + small) / (int(big.sum()) + 1 - NUM_TABLES))
 
 
-def accepted(tree, rule, *, draft) -> float:
-    """Mean number of accepted nodes."""
-    return Setting(tree, how=RAW, draft=draft).accept(rule).num_accepted.double().mean().item()
-
-
 # Lossless
 
 
@@ -185,11 +182,6 @@ def test_one_drawn_token_stands_as_often_as_the_distributions_overlap():
     rate = setting.accept("sampled").num_accepted.double().mean().item()
     overlap = torch.minimum(setting.target, setting.draft)[:, 0, 1].sum(-1).mean().item()
     assert abs(rate - overlap) < 4 * (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
-
-
-def test_drawn_tokens_are_accepted_more():
-    rates = [accepted("chain of 3", rule, draft="close") for rule in ("sampled", "deterministic")]
-    assert rates[0] > 1.01 * rates[1]
 
 
 # What these tests must be able to see

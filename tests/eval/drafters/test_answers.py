@@ -17,7 +17,6 @@ from headstart.eval.drafters.rates import LookupRates
 from headstart.eval.drafters.registry import build_drafter
 from headstart.eval.drafters.suffix import SuffixRow, SuffixTrie
 from headstart.eval.measurement.measure import measure
-from headstart.eval.measurement.resume import identity
 from headstart.eval.plan.budget import Budget
 from headstart.eval.plan.planner import PlanConfig, Planner
 from headstart.eval.proof.config import MeasureConfig
@@ -109,13 +108,6 @@ def test_llama_cpps_cache_has_what_followed_each_ngram(tmp_path):
     assert static == {ngram: behind for ngram, behind in read.items() if ngram[1] >= 0 > ngram[2]} and static
     assert read[2, -1, -1, -1] == read[1, 2, -1, -1] == {3: 2, 4: 1}
     assert read[9, 1, 2, -1] == {3: 1, 4: 1} and read[8, 1, 2, -1] == {3: 1}
-
-
-def test_a_measurement_with_other_answers_is_another_one(target):
-    some, other = Answers([([3], [10, 11])]), Answers([([3], [10, 12])])
-    same = Answers([([3], [10, 11])])
-    digests = [identity(SuffixDrafter(answers=each)) for each in (some, other, same, None)]
-    assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
 def test_rows_are_read_as_the_target_reads_them(chat_target, written, tmp_path):

@@ -1,5 +1,8 @@
 """Drafters without training draft what they should, row by row, and leave the text the target's own."""
 
+import json
+import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ from headstart.base.errors import BadInput
 from headstart.engines.heads import HEADS, save_head
 from headstart.eval.decoding import generate
 from headstart.eval.drafters import lookup
-from headstart.eval.drafters.draft_model import DraftModelDrafter, has_tokenizer_of
+from headstart.eval.drafters.draft_model import DraftModelDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.drafters.registry import build_drafter, build_drafters, parse_drafter
 from headstart.heads.drafting.drafter import Drafter
@@ -174,23 +177,15 @@ def test_a_smaller_vocabulary_is_drafted_within(target, tiny_target):
 # Names
 
 
-class Words:
-    """Of a tokenizer, its vocabulary."""
-
-    def __init__(self, words: dict[str, int]):
-        self.words = words
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.words
-
-
-def test_tokenizers_are_the_same_where_tokens_have_the_same_ids(tiny_model):
-    def with_words(**words: int) -> Target:
-        return Target.of(tiny_model("llama"), name="tiny", fingerprint="", tokenizer=Words(words))
-
-    target = with_words(a=0, b=1, c=2)
-    assert has_tokenizer_of(target, with_words(a=0, b=1)) and has_tokenizer_of(with_words(a=0, b=1), target)
-    assert not has_tokenizer_of(target, with_words(a=0, d=1)) and not has_tokenizer_of(target, with_words(a=1, b=0))
+@pytest.mark.parametrize(("words", "is_same"), [(range(61), True), (range(40), True), (range(60, -1, -1), False)])
+def test_tokenizers_are_the_same_where_tokens_have_the_same_ids(words, is_same, saved_target, tmp_path):
+    folder = shutil.copytree(saved_target, tmp_path / "other")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer |= {"model": tokenizer["model"] | {"vocab": {f"w{word}": i for i, word in enumerate(words)}}}
+    tokenizer["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with nullcontext() if is_same else pytest.raises(BadInput, match="has another tokenizer than target"):
+        build_drafter(f"draft-model:{folder}", Target.load(saved_target))
 
 
 def test_specs_become_drafters(saved_target, tmp_path):

@@ -39,6 +39,7 @@ def text(target, prompt, num_new=40):
     return generate(target, None, prompt, max_new_tokens=num_new, eos_token_ids=[]).token_ids[0]
 
 
+@pytest.mark.parametrize("head_type", ["eagle3", "medusa"])
 def test_a_result_entry_is_whole_and_lossless(head, target):
     entry, _ = measured(target, head)
     assert entry.lossless == LosslessReport(checked=3, identical=3) and entry.sampling_check is None

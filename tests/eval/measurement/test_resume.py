@@ -8,6 +8,8 @@ import pytest
 from drafted import untrained
 from headstart.base.errors import BadInput
 from headstart.eval.decoding.draft_setting import chain
+from headstart.eval.drafters.answers import Answers
+from headstart.eval.drafters.hybrid import HybridDrafter
 from headstart.eval.drafters.lookup import NgramDrafter, SuffixDrafter
 from headstart.eval.measurement import measure
 from headstart.eval.measurement.resume import BatchStore, identity
@@ -124,13 +126,17 @@ def test_other_settings_are_measured_afresh_and_lose_nothing(changes, target, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_weights_are_another_drafter(target):
+def test_other_weights_or_answers_are_another_drafter(target):
     head = untrained("medusa", target)
     same, other = copy.deepcopy(head), copy.deepcopy(head)
     parameter = next(other.parameters())
     parameter.data.view(-1)[-1] += 1e-6
     assert identity(head) == identity(same) != identity(other)
+    assert identity(HybridDrafter(head)) == identity(HybridDrafter(same)) != identity(HybridDrafter(other))
     assert identity(NgramDrafter()) == identity(NgramDrafter()) != identity(NgramDrafter(max_ngram=2))
+    answers = [Answers([([3], [10, number])]) for number in (11, 12, 11)]
+    digests = [identity(SuffixDrafter(answers=each)) for each in (*answers, None)]
+    assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
 # The file
@@ -167,11 +173,3 @@ def test_nothing_is_written_before_a_batch_is_measured(tmp_path):
         assert store.get("a", 0) is None
         store.finish()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_drafter_in_the_memory_of_one_that_is_gone_has_its_own_digest(tmp_path):
-    """As with `--adapter`, where each target has its own drafters, one after the other."""
-    with BatchStore(tmp_path) as store:
-        for most in range(20):  # of which most get the place of the one before
-            assert store.digest_of(drafter := NgramDrafter(most + 1)) == identity(drafter)
-            del drafter

@@ -158,21 +158,21 @@ def test_recorded_turns_are_read_from_messages(chat_target, written):
         Questions.read([str(rows)], chat_target.tokenizer, limit=None, chat=RECORDED)
 
 
-def test_a_turn_for_which_there_is_no_room_is_named_and_ends_its_chat(chat_target, written):
-    long = {"turns": ["w5", "w6 " * 240, "w7"]}
-    suite = load_suite(written("a.jsonl", long, SINGLE), chat_target, max_new_tokens=6)
+LONG = [said("user", "w5"), said("assistant", "w6"), said("user", "w7 " * 250), said("assistant", "w8")]
+
+
+@pytest.mark.parametrize(
+    ("row", "chat", "num_turns"),
+    [({"turns": ["w5", "w6 " * 240, "w7"]}, ChatOptions(), 3), ({"messages": LONG}, RECORDED, 2)],
+    ids=["asked", "recorded, as traces of agents are"],
+)
+def test_a_turn_for_which_there_is_no_room_is_named_and_ends_its_chat(row, chat, num_turns, chat_target, written):
+    suite = load_suite(written("a.jsonl", row, {"messages": LONG[:2]}), chat_target, max_new_tokens=6, chat=chat)
     whole = with_every_turn(suite, chat_target, CONFIG)
-    assert [one.number for one in whole.sources] == [0, 3]
+    assert [(one.number, one.turn) for one in whole.sources] == [(0, 1), (num_turns, 1)]
     [failed] = whole.failed
-    assert (failed.prompt, failed.row) == (1, "a.jsonl:1") and failed.reason.startswith("turn 2 of 3: 25")
-
-
-def test_a_chat_whose_last_turn_is_too_long_is_asked_up_to_there(chat_target, written):
-    """As traces of agents are."""
-    messages = [said("user", "w5"), said("assistant", "w6"), said("user", "w7 " * 250), said("assistant", "w8")]
-    suite = load_suite(written("a.jsonl", {"messages": messages}), chat_target, max_new_tokens=6, chat=RECORDED)
-    whole = with_every_turn(suite, chat_target, CONFIG)
-    assert [one.turn for one in whole.sources] == [1] and whole.failed[0].reason.startswith("turn 2 of 2: 25")
+    assert (failed.prompt, failed.row) == (1, "a.jsonl:1")
+    assert failed.reason.startswith(f"turn 2 of {num_turns}: 25")
 
 
 def test_a_chat_without_a_question_is_left_out(chat_target, written):

@@ -70,18 +70,23 @@ def target_in(tiny_model):
     return make
 
 
-def checked(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None, verify_cost=None):
+def measured(target, *, tree=None, batch_size=1, prompts=PROMPTS, drafter=None, verify_cost=None):
     setting = chain(3) if tree is None else DraftSetting("static", tree.depth, tree)
     setting = replace(setting, verify_cost=verify_cost)
     config = MeasureConfig(setting=setting, max_new_tokens=24, num_repeats=1, batch_size=batch_size)
-    return measure(target, drafter or Oracle(target), Suite("many", prompts), config, name="oracle")[0].lossless
+    return measure(target, drafter or Oracle(target), Suite("many", prompts), config, name="oracle")[0]
+
+
+def checked(target, **how):
+    return measured(target, **how).lossless
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_in_float32_every_text_is_identical(tree, batch_size, target_in):
-    report = checked(target_in(torch.float32), tree=tree, batch_size=batch_size, prompts=PROMPTS[:7])
-    assert report == LosslessReport(checked=7, identical=7)
+    """And the target's own path is accepted whole, in a chain and in a tree."""
+    result = measured(target_in(torch.float32), tree=tree, batch_size=batch_size, prompts=PROMPTS[:7])
+    assert result.lossless == LosslessReport(checked=7, identical=7) and result.acceptance_length == 4
 
 
 @pytest.mark.skipif(kernels() is None, reason="no products of bf16 on this processor, or no compiler")

@@ -93,14 +93,8 @@ def test_without_a_file_the_hub_is_asked(name, chat_target, tmp_path, hub_is):
     [suite] = load(name, chat_target, tmp_path)
     assert suite.prompts == [asked(words, chat_target)]
     [((hub, config), how)] = calls
-    assert (hub, config, how["split"]) in {
-        ("json", None, "train"),
-        ("philschmid/mt-bench", None, "train"),
-        ("openai/openai_humaneval", None, "test"),
-        ("openai/gsm8k", "main", "test"),
-        ("google-research-datasets/mbpp", "full", "test"),
-    }
-    assert ("data_files" in how) == (name == "spec-bench")
+    assert (config, how["split"]) == (SUITES[name].config, SUITES[name].split)
+    assert how.get("data_files", hub) == SUITES[name].hub and (hub == "json") == ("data_files" in how)
 
 
 def test_offline_one_line_names_the_file_to_put_in_place(chat_target, tmp_path, hub_is):
