@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headstart.engines.heads import HEADS
+from headstart.targets.weights.mtp_checkpoint import LAYOUTS
 from kind import Kind
 from kinds import GROUPS
 
@@ -52,7 +53,7 @@ class Record:
     """Of one release of transformers."""
 
     transformers: str
-    outcomes: dict[str, dict[str, str]]  # by kind and step, all that was not ok, as `walk.walked` gives it
+    outcomes: dict[str, dict[str, str]]  # by kind and step, all that was not ok (`walk.walked`), without what is `usual`
     without_recipe: list[str]  # types of models in that release that no kind is of
 
     @classmethod
@@ -109,13 +110,17 @@ class Record:
             told = [*{*bad.values()}] if is_one else [f"{step}: {why}" for step, why in bad.items()]
             cells.append(", ".join(told) or "yes")
         for verb in ("train", "export"):
-            bad = [step for step in found if step.startswith(verb) and not is_said(step, found[step])]
+            bad = [step for step in found if step.startswith(verb)]
             cells.append(", ".join(f"{step.split()[1]}: {no(step)}" for step in bad) or "yes")
         if all(f"train {family}" in found for family in HEADS):
             cells[-1] = ""  # there was nothing to export
         return f"| {' | '.join(cells)} |"
 
 
-def is_said(step: str, line: str) -> bool:
-    """Whether the introduction says it, as it is so for nearly all kinds."""
-    return step == "export mtp" and line.startswith("refused: ")
+def usual(kind: Kind) -> dict[str, str]:
+    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules with such a target."""
+    model_type, loaded = (kind.text or kind).model_type, ", ".join(LAYOUTS["deepseek_v3"].kinds)
+    if any(model_type in layout.kinds for layout in LAYOUTS.values()):
+        return {}
+    what = f"no engine loads MTP modules of layout deepseek_v3 with a {model_type} target, only with {loaded}"
+    return {"export mtp": f"refused: target MODEL: {what}; train eagle3 for this one"}

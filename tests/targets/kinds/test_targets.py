@@ -13,7 +13,7 @@ from headstart.targets.loading import TargetConfig, load_model
 from headstart.targets.target import Target
 from kinds import FAST, KINDS, without_recipe
 from planted import Planted
-from record import PAGE, Record
+from record import PAGE, Record, usual
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from walk import NUM_NEW, PROMPTS, TREE, Walk, outcome, walked
@@ -33,7 +33,9 @@ def test_unlike_kinds_do_what_the_record_says(name):
 def test_every_kind_does_what_the_record_says(name):
     if KINDS[name].model_type not in CONFIG_MAPPING:
         pytest.skip("not in this release of transformers")
-    assert walked(KINDS[name]) == RECORD.outcomes[name], "`make targets` writes the record anew"
+    expected = RECORD.outcomes[name]
+    expected = expected if {"load", "train mtp"} & expected.keys() else {**usual(KINDS[name]), **expected}
+    assert walked(KINDS[name]) == expected, "`make targets` writes the record anew"
 
 
 def test_every_kind_is_recorded():
