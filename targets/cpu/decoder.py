@@ -325,8 +325,8 @@ class CpuDecoder:
 
 def input_scale(target: Any, seen: Layerwise) -> float | None:
     """What embeddings are multiplied by before the first layer; None: they become something else."""
-    ids = (torch.arange(NUM_TOKENS) * 7919 + 11)[None] % target.vocab_size
-    embedded, scales = target.input_embedding(ids), {1.0, float(getattr(target.config, "embedding_multiplier", 0) or 1)}
+    embedded = target.input_embedding(seen.ids)
+    scales = {1.0, float(getattr(target.config, "embedding_multiplier", 0) or 1)}
     return next((scale for scale in scales if torch.equal(embedded * scale, seen.entering[0])), None)
 
 

@@ -53,7 +53,7 @@ class Record:
     """Of one release of transformers."""
 
     transformers: str
-    outcomes: dict[str, dict[str, str]]  # by kind and step, all that was not ok (`walk.walked`), without what is `usual`
+    outcomes: dict[str, dict[str, str]]  # by kind and step, all of `walk.walked` that is not `usual`
     without_recipe: list[str]  # types of models in that release that no kind is of
 
     @classmethod
