@@ -2,9 +2,16 @@
 
 import ctypes
 
+from torch import Tensor
+
 from .layer_weights import LayerWeights
 
 ADDRESS, NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Where a tensor's values lie; None: null."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def of_type(kind: type, names: str) -> list[tuple[str, type]]:
