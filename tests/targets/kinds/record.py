@@ -9,7 +9,7 @@ from pathlib import Path
 from headstart.engines.heads import HEADS
 from headstart.targets.weights.mtp_checkpoint import LAYOUTS
 from kind import Kind
-from kinds import GROUPS
+from kinds import GROUPS, without_recipe
 
 RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "targets.md"
@@ -54,23 +54,22 @@ class Record:
 
     transformers: str
     outcomes: dict[str, dict[str, str]]  # by kind and step, all of `walk.walked` that is not `usual`
-    without_recipe: list[str]  # types of models in that release that no kind is of
 
     @classmethod
     def read(cls) -> "Record":
         return cls(**json.loads(RECORD.read_text()))
 
     def write(self) -> None:
-        """The record, and the page of it."""
+        """The record, and the page of it with what the installed transformers has beside."""
         RECORD.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        PAGE.write_text(self.page())
+        PAGE.write_text(f"{self.page()}{', '.join(f'`{name}`' for name in without_recipe())}.\n")
 
     def page(self) -> str:
+        """All but the names of types without a recipe."""
         parts = [INTRODUCTION.format(count=len(self.outcomes), transformers=self.transformers, summary=self.summary())]
         for group, kinds in GROUPS.items():
             parts.append(f"## {group}\n\n{self.table(kinds)}")
-        missing = ", ".join(f"`{name}`" for name in self.without_recipe)
-        parts.append(f"## Without a recipe\n\n{WITHOUT_RECIPE}{missing}.\n")
+        parts.append(f"## Without a recipe\n\n{WITHOUT_RECIPE}")
         return "\n".join(parts)
 
     def summary(self) -> str:

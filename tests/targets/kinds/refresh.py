@@ -15,7 +15,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of tests/words.py
-from kinds import KINDS, without_recipe  # noqa: E402
+from kinds import KINDS  # noqa: E402
 from record import RECORD, Record, usual  # noqa: E402
 from walk import walked  # noqa: E402
 
@@ -38,7 +38,7 @@ def refresh(names: list[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = {**kept, **dict(zip(asked, pool.map(walk, asked), strict=True))}
     outcomes = {name: found[name] for name in KINDS if name in found}
-    Record(transformers.__version__, outcomes, without_recipe()).write()
+    Record(transformers.__version__, outcomes).write()
 
 
 if __name__ == "__main__":
