@@ -25,7 +25,7 @@ from ...targets.weights.mtp_checkpoint import (
     stitch,
     unlike_ours,
 )
-from ...targets.weights.stored import StoredTensor, stored_tensors
+from ...targets.weights.stored import StoredTensor, indexed_tensors
 from ...targets.weights.tensor_files import TensorFiles, views_on_disk
 from ..layouts.contracts import Contract, sizes_of
 from ..layouts.foreign import ForeignFolder, Imported
@@ -191,7 +191,7 @@ class MtpServing(Serving):
             why = "no local folder; name one with --target: the modules go into a copy of it"
             raise BadInput(f"target {head.target}: {why}")
         tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
-        where = stored_tensors(head.target)
+        where = indexed_tensors(head.target)
         if all(name in where for name in views_on_disk(tensors, where)):
             stitch(tensors, head.target, folder)
         else:

@@ -15,7 +15,7 @@ from ...base.files import write_json
 from ...targets.end_tokens import contradiction, said_ends
 from ...targets.loading import TargetConfig, load_tokenizer
 from ...targets.weights.gguf import gguf_folder
-from ...targets.weights.stored import stored_tensors
+from ...targets.weights.stored import indexed_tensors
 from .serving import HeadFolder
 from .tensors import Part
 
@@ -62,7 +62,7 @@ def table_rows(head: HeadFolder, names: Sequence[str]) -> Tensor:
     """
     if not Path(head.target).is_dir():
         raise BadInput(f"target {head.target}: no local folder; name one with --target: its {names[0]} is written in")
-    where = stored_tensors(head.target)
+    where = indexed_tensors(head.target)
     table = next((name for name in names if name in where), None)
     if table is None:
         raise BadInput(f"target {head.target}: no tensor {names[0]} in it")

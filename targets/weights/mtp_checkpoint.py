@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...base.errors import BadInput
-from .stored import PLAIN, StoredTensor, stored_tensors
+from .stored import PLAIN, StoredTensor, indexed_tensors
 from .tensor_files import views_on_disk
 
 QWEN_3_5 = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -149,7 +149,7 @@ def check_modules(folder: str | Path, layout: str) -> None:
     """Raises BadInput unless the folder of a target is local and holds MTP modules of this layout."""
     if not Path(folder).is_dir():
         raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
-    names = stored_tensors(str(folder))
+    names = indexed_tensors(folder)
     own = mtp_layout(names)
     if own != layout:
         why = unlike_ours(names) or (f"its MTP modules are of layout {own}" if own else "it has no MTP modules")
@@ -163,7 +163,7 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
     Raises: BadInput if the folder lacks a tensor, or one has another shape or is quantised.
     """
     wanted = {name: value.detach().clone() for name, value in state.items()}
-    stored = stored_tensors(str(folder))
+    stored = indexed_tensors(folder)
     for name, view in views_on_disk(wanted, stored).items():
         _check(folder, stored, name, view.shape)
         with safe_open(stored[name].file, framework="pt") as opened:
@@ -181,7 +181,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
     Raises: BadInput if the checkpoint lacks one of these tensors.
     """
     folder, output_folder = Path(folder), Path(output_folder)
-    before = stored_tensors(str(folder))
+    before = indexed_tensors(folder)
     new = views_on_disk(state, before)
     for name, value in new.items():
         _check(folder, before, name, value.shape)
@@ -194,7 +194,7 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
         for name in tensors.keys() & new.keys():
             tensors[name] = new[name].detach().cpu().to(tensors[name].dtype).contiguous()
         save_file(tensors, output_folder / file, metadata)
-    both = before, stored_tensors(str(output_folder))
+    both = before, indexed_tensors(output_folder)
     kinds_before, kinds = ({name: (one.dtype, one.shape) for name, one in stored.items()} for stored in both)
     if kinds != kinds_before:
         raise BadInput(f"{folder}: stitched, its tensors would differ in name, shape or dtype")
@@ -236,5 +236,5 @@ def module_layout(folder: str | Path, kind: str) -> str | None:
     (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
     # else it is no folder, or one of a config alone or of .bin files
     is_stored = any(Path(folder).glob("model*.safetensors*"))
-    own = mtp_layout(stored_tensors(str(folder))) if is_stored else None
+    own = mtp_layout(indexed_tensors(folder)) if is_stored else None
     return own or next((name for name, layout in LAYOUTS.items() if kind in layout.kinds), None)

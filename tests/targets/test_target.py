@@ -15,7 +15,7 @@ from headstart.targets.loading import TargetConfig, read_model_config, torch_dty
 from headstart.targets.skeleton import load_skeleton
 from headstart.targets.target import Target
 from headstart.targets.weights import stored
-from headstart.targets.weights.stored import StoredTensor, fingerprint_of_stored, stored_tensors
+from headstart.targets.weights.stored import StoredTensor, fingerprint_of_stored, indexed_tensors, stored_tensors
 from safetensors.torch import load_file, save_file
 from transformers import MptConfig, MptForCausalLM
 
@@ -394,7 +394,7 @@ def test_an_index_names_files_of_its_own_folder_alone(name, tmp_path):
     index = tmp_path / "target" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"secret": name}}))
     with pytest.raises(BadInput, match=r"model.safetensors.index.json: n"):
-        stored_tensors(str(tmp_path / "target"))
+        indexed_tensors(tmp_path / "target")
 
 
 def test_the_context_window_is_known_by_its_other_names():
