@@ -308,8 +308,7 @@ class Target(FrozenModel):
         if kinds:
             why = "reads a row as one text, so it cannot learn to draft in parallel: set head.parallel=false"
             raise BadInput(f"target {self.name}: {', '.join(sorted(kinds))} {why}")
-        queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        return partial(documents.mask, queries, dtype=self.dtype)
+        return partial(documents.mask, dtype=self.dtype)
 
 
 def check_same_sizes(folder: str | Path, found: Any, wanted: Any) -> None:
