@@ -22,7 +22,7 @@ COLUMNS = {
     "batches": ["batches", "batched trees"],
     "drafts for itself": ["draft model"],
 }
-
+TRAINING = {"transformers", "load", "train mtp"}  # the steps up to where an MTP module is trained
 
 INTRODUCTION = """# Which models work?
 
@@ -116,10 +116,12 @@ class Record:
         return f"| {' | '.join(cells)} |"
 
 
-def usual(kind: Kind) -> dict[str, str]:
-    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules with such a target."""
+def usual(kind: Kind, found: dict[str, str]) -> dict[str, str]:
+    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules with such a target.
+
+    Args: found: of a kind that cannot be trained so there is nothing to export."""
     model_type, loaded = (kind.text or kind).model_type, ", ".join(LAYOUTS["deepseek_v3"].kinds)
-    if any(model_type in layout.kinds for layout in LAYOUTS.values()):
+    if any(model_type in layout.kinds for layout in LAYOUTS.values()) or TRAINING & found.keys():
         return {}
     what = f"no engine loads MTP modules of layout deepseek_v3 with a {model_type} target, only with {loaded}"
     return {"export mtp": f"refused: target MODEL: {what}; train eagle3 for this one"}

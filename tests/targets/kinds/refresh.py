@@ -23,8 +23,9 @@ from walk import walked  # noqa: E402
 def walk(name: str) -> dict[str, str]:
     torch.set_num_threads(1)
     started = perf_counter()
-    said = usual(KINDS[name]).items()
-    found = dict(one for one in walked(KINDS[name]).items() if one not in said)
+    found = walked(KINDS[name])
+    said = usual(KINDS[name], found).items()
+    found = dict(one for one in found.items() if one not in said)
     words = [f"{step} {line.partition(':')[0]}" for step, line in found.items()]
     print(f"{name}, {perf_counter() - started:.0f} s: {', '.join(words) or 'all ok'}", flush=True)
     return found
