@@ -67,7 +67,6 @@ class FrozenModel:
         *,
         name: str,
         fingerprint: str,
-        tokenizer: Any = None,
         source: TargetConfig | None = None,
         adapter: ServedWeights | None = None,
     ):
@@ -83,7 +82,8 @@ class FrozenModel:
         self.model = model.eval().requires_grad_(False)
         self.name, self.adapter = name, adapter
         self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
-        self._tokenizer, self._source = tokenizer, source
+        self._tokenizer: Any = None
+        self._source = source
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size

@@ -49,7 +49,6 @@ class Target(FrozenModel):
         *,
         name: str,
         fingerprint: str,
-        tokenizer: Any = None,
         source: TargetConfig | None = None,
         adapter: ServedWeights | None = None,
     ) -> Self:
@@ -57,7 +56,7 @@ class Target(FrozenModel):
 
         Raises: BadInput if the model's outputs cannot be reproduced from its parts.
         """
-        target = cls(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source, adapter=adapter)
+        target = cls(model, name=name, fingerprint=fingerprint, source=source, adapter=adapter)
         if target.is_spread or has_values(target.output_layer.weight):  # which may be offloaded
             target._has_decoder = False  # the check is of the model's own layers
             with wide_products():
