@@ -96,25 +96,16 @@ def test_a_head_starts_as_the_folder_left_it(head_type, target, make_batch, tmp_
         assert torch.equal(mine, theirs.to(torch.bfloat16).float()), name
 
 
-def test_its_draft_vocabulary_goes_with_it(target, tmp_path):
-    ids = torch.tensor([1, 2, 3, 5, 8, 13, 21])
-    config = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=7)
-    folder = save_head(build_head(config, target, draft_token_ids=ids), tmp_path / "head")
-    head = start_head(config, target, folder)
-    assert head.vocabulary is not None and torch.equal(head.vocabulary.to_target, ids)
-    with pytest.raises(BadInput, match=r"head .*/head: its draft_vocab_size is 7, not None$"):
-        start_head(HEADS["eagle3"].config_class(type="eagle3"), target, folder)
-
-
 CUT = [("eagle3", {}), ("medusa", {"output": "own"}), ("block", {"output": "own", "markov_rank": 4})]
 
 
 @pytest.mark.parametrize("kind, own", CUT)
-def test_more_tokens_to_draft_leave_the_others_as_they_were(kind, own, target, make_batch, tmp_path):
+def test_its_draft_vocabulary_goes_with_it_and_more_tokens_leave_the_others_as_they_were(kind, own, target, make_batch, tmp_path):
     few, more = torch.tensor([1, 2, 3, 5, 8, 13, 21]), torch.tensor([1, 2, 3, 4, 5, 8, 13, 14, 21])
     config = HEADS[kind].config_class(type=kind, draft_vocab_size=len(few), **own)
     saved = build_head(config, target, draft_token_ids=few, seed=5).eval()
     folder = save_head(saved, tmp_path / "head")
+    assert torch.equal(start_head(config, target, folder).vocabulary.to_target, few)
     wider = replace(config, draft_vocab_size=len(more))
     head = start_head(wider, target, folder, draft_token_ids=more, seed=1).eval()
     batch = make_batch(target, saved)
@@ -125,8 +116,9 @@ def test_more_tokens_to_draft_leave_the_others_as_they_were(kind, own, target, m
     assert start_vocabulary(config, target, folder) == few.tolist()
     with pytest.raises(BadInput, match="does not contain the head's own"):
         start_head(wider, target, folder, draft_token_ids=more + 1)
-    with pytest.raises(BadInput, match="its draft_vocab_size is 7, not 9"):
-        start_head(wider, target, folder)
+    for other, size in ((wider, 9), (replace(config, draft_vocab_size=None), None)):
+        with pytest.raises(BadInput, match=rf"head .*/head: its draft_vocab_size is 7, not {size}$"):
+            start_head(other, target, folder)
 
 
 def test_another_target_is_a_start_too(head_type, target, tiny_target, tmp_path):
