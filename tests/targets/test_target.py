@@ -45,6 +45,7 @@ def message(call, *args, **kwargs) -> str:
 # What it reads
 
 
+@pytest.mark.fast_only(family=["cohere2", "gemma3", "gpt_neox", "llama", "qwen3_moe"])
 def test_states_and_logits_are_those_of_hugging_face(family, tiny_target):
     target = tiny_target(family)
     perturb_norms(target.model)
@@ -80,6 +81,7 @@ def test_an_index_beyond_the_layer_inputs_is_refused(index, target):
     assert said.startswith(f"feature layer {index}: tiny-llama has layers 0..3") and "post_norm" in said
 
 
+@pytest.mark.fast_only(family=["gemma3", "gpt_neox", "llama", "qwen3_moe"])
 def test_cached_decoding_equals_a_fresh_forward(family, tiny_target):
     """Rows advance by one to four tokens of the five read; what the others left in the cache is never seen."""
     target, layers, lengths = tiny_target(family), (0, 2, 3), [3, 11, 1, 6]
