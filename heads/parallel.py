@@ -77,11 +77,12 @@ class MaskedChains(Documents):
 
     rows: Tensor  # [B, T + M] index of the last token of the text that each token sees
 
-    def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The mask as `Documents.mask` makes it; queries must be all T + M tokens."""
-        mask = visibility_mask(self.rows, extent=queries.shape[1], dtype=dtype)  # [B, 1, T + M, T + M]
+    def mask(self, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The mask as `Documents.mask` makes it."""
+        index = torch.arange(self.rows.shape[1], device=self.rows.device)
+        mask = visibility_mask(self.rows, extent=len(index), dtype=dtype)  # [B, 1, T + M, T + M]
         is_own = (self.ids[:, :, None] == self.ids[:, None]) & (self.ids[:, None] > 0)
-        is_own &= queries[:, :, None] >= queries[:, None]
+        is_own &= index[:, None] >= index
         mask = mask.masked_fill_(is_own[:, None], 0.0)
         if window is None:
             return mask

@@ -54,7 +54,10 @@ class BareTarget(Target):
                     adapter.check_base(checkpoint.path, fingerprint, num_layers=checkpoint.num_layers)
                     adapter.layers_in(model)
                 target = cls(model, name=source.path, fingerprint=fingerprint, source=source, adapter=adapter)
-            target._use(use)
+            target.undecodable = "it was loaded without its layers"
+            if use is not None:
+                target.logit_scale, target.caps_wide = use.logit_scale, use.caps_wide
+                target.logit_cap = target.logit_cap if use.is_capped else None
             with quiet_loading():
                 target._read(checkpoint.stored, checkpoint.dtype)
         except BadInput:
@@ -69,12 +72,6 @@ class BareTarget(Target):
             except Exception as error:  # as above
                 raise NeedsLayers(f"how it uses its output layer is not found: {first_line(error)}") from error
         return target
-
-    def _use(self, use: OutputUse | None) -> None:
-        self.undecodable = "it was loaded without its layers"
-        if use is not None:
-            self.logit_scale, self.caps_wide = use.logit_scale, use.caps_wide
-            self.logit_cap = self.logit_cap if use.is_capped else None
 
     @property
     def parts(self) -> list[nn.Module]:

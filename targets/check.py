@@ -226,15 +226,16 @@ def read_behind_cache(target: Any, ids: Tensor, states: Tensor) -> dict[str, tup
     cache = target.new_cache(room, num_rows=2, width=BEHIND)
     with in_chunks(target, num - BEHIND):
         output = read_prompts(target, ids[:, : num - BEHIND].expand(2, -1), prompts, cache)
-    pairs = {"a prompt": (pick(states, prompts[:, None] - 1), output.post_norm[rows, prompts[:, None] - 1])}
+    own, ends = states[0], prompts[:, None] - 1  # [T, D], [2, 1]
+    pairs = {"a prompt": (own[ends], output.post_norm[rows, ends])}
     round_, half = prompts[:, None] + torch.arange(BEHIND, device=ids.device), BEHIND // 2  # [2, Q]
     wrong = (torch.arange(BEHIND, device=ids.device) >= half).long()  # drafts that are not the text
     tokens = (ids[0][round_] + wrong) % target.vocab_size
     output = target.forward(tokens, cache=cache, positions=round_, extent=num)
-    pairs["a round"] = pick(states, round_[:, :half]), output.post_norm[:, :half]
+    pairs["a round"] = own[round_[:, :half]], output.post_norm[:, :half]
     behind = round_[:, half:]
     output = target.forward(ids[0][behind], cache=cache, positions=behind, extent=num)
-    pairs["a round behind rejected drafts"] = pick(states, behind), output.post_norm
+    pairs["a round behind rejected drafts"] = own[behind], output.post_norm
     alone, last = target.new_cache(room), torch.tensor([[num - 1]], device=ids.device)
     read_prompts(target, ids[:, :-1], lengths[:1] - 1, alone)
     output = target.forward(ids[:, -1:], cache=alone, positions=last, extent=num, is_newest=True)
@@ -249,11 +250,6 @@ def in_chunks(target: Any, num_tokens: int) -> Iterator[None]:
         yield
     finally:
         del target.prompt_chunk  # the class has the usual one
-
-
-def pick(states: Tensor, positions: Tensor) -> Tensor:
-    """[B, Q, D] the states [1, T, D] at positions [B, Q]."""
-    return states[0][positions]
 
 
 def reads_tree(target: Any, ids: Tensor, states: Tensor) -> bool:

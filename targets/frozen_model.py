@@ -9,21 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import BadInput
-from .caches.cache import SlotCache
+from .caches.attention import NAME as GROUPED_ATTENTION
+from .caches.cache import SlotCache, cache_argument
 from .caches.rounds import carries_states, own_cache, read_states
 from .caches.state_cache import StateCache, keeps_states, kept_by_layers, unknown_kind
 from .cpu.products import product
 from .end_tokens import as_ids, contradiction, said_ends
 from .layers.distances import read_distances
 from .layers.own_masks import MaskOf, OwnMasks
-from .layers.runs import LAYER_LISTS, layer_list
+from .layers.runs import LAYER_LISTS, Entering, layer_list
 from .layers.temperature import Temperature
-from .loading import TargetConfig, load_tokenizer, text_decoder
+from .loading import TargetConfig, load_tokenizer, text_decoder, use_attention
 from .weights.served_adapter import ServedWeights
 
 TWO_SETS = "longrope"  # transformers' word for frequencies of which there are two sets, for short and for long texts
 BY_LENGTH = (TWO_SETS, "dynamic")  # rotary frequencies that depend on the length of a text
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length")  # config keys
+# attention of these kinds is computed as the model wants it only by kernels with transformers' own names
+SPARSE_ATTENTION = {"indexed_attention", "minimax_m3_sparse"}
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys
 
 
@@ -64,11 +67,11 @@ class FrozenModel:
         *,
         name: str,
         fingerprint: str,
-        tokenizer: Any = None,
         source: TargetConfig | None = None,
         adapter: ServedWeights | None = None,
     ):
-        """
+        """Takes the model apart and runs nothing.
+
         Args:
             fingerprint: of the weights as stored, without the adapter.
             source: the config that it was loaded by; None: it was made in memory.
@@ -79,7 +82,8 @@ class FrozenModel:
         self.model = model.eval().requires_grad_(False)
         self.name, self.adapter = name, adapter
         self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
-        self._tokenizer, self._source = tokenizer, source
+        self._tokenizer: Any = None
+        self._source = source
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
@@ -117,6 +121,12 @@ class FrozenModel:
         self.own_masks = OwnMasks(self.layers)
         has_chunks = "chunked_attention" in self.layer_types
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None) if has_chunks else None
+        is_sparse = bool(SPARSE_ATTENTION & set(self.layer_types))
+        self._needs_mask = bool(self._window or self.chunk or is_sparse)  # even where a token sees the whole cache
+        self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
+        if self.own_attention == "sdpa" and not is_sparse:
+            use_attention(model, GROUPED_ATTENTION)
+        self._cache_argument, self._entering = cache_argument(self.base), Entering(self.layers)
 
     @property
     def fingerprint(self) -> str:

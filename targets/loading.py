@@ -245,7 +245,7 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
     drop_other_modalities(model)
-    fingerprint = stored_fingerprint(target, config)
+    fingerprint = Checkpoint.of(target, config).fingerprint()
     if target.device_map is not None:
         return model, fingerprint
     try:
@@ -267,9 +267,10 @@ class Checkpoint(NamedTuple):
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, target: TargetConfig) -> Self:
-        """Raises BadInput if there is no such model, or it is damaged."""
-        path, config = found_path(target.path), read_model_config(target)
+    def of(cls, target: TargetConfig, config: Any = None) -> Self:
+        """Args: config: the model's, if it was read before. Raises: BadInput if there is no such model, or it is
+        damaged."""
+        path, config = found_path(target.path), config or read_model_config(target)
         stored = stored_tensors(path, revision=target.revision)
         plain = (DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in PLAIN)
         return cls(path, config, stored, config.dtype or next(plain, None))
@@ -281,12 +282,6 @@ class Checkpoint(NamedTuple):
     def fingerprint(self) -> str:
         """Reads all of it."""
         return fingerprint_of_stored(self.stored, num_layers=self.num_layers)
-
-
-def stored_fingerprint(target: TargetConfig, config: Any) -> str:
-    """The fingerprint of a model's weights in its files. Args: config: the model's own."""
-    stored = stored_tensors(target.path, revision=target.revision)
-    return fingerprint_of_stored(stored, num_layers=config.get_text_config().num_hidden_layers)
 
 
 def check_safe(path: str) -> None:

@@ -1,6 +1,5 @@
 """Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def read_in_chunks(
     for chunk in tokens[:, num_kept:].split(target.prompt_chunk, 1) if tokens.shape[1] > num_kept else ():
         extent = start + chunk.shape[1]
         positions = torch.arange(start, extent, device=tokens.device).expand_as(chunk)
-        read = partial(target.forward, feature_layers=feature_layers, cache=cache, positions=positions, extent=extent)
-        outputs.append(read(chunk))
+        where: dict[str, Any] = {"cache": cache, "positions": positions, "extent": extent}
+        outputs.append(target.forward(chunk, feature_layers=feature_layers, **where))
         start = extent
     return TargetOutput.joined(outputs)

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from transformers import AutoConfig, AutoTokenizer
-
-from ..base.errors import BadInput, first_line
-from .loading import comes_with_tokenizer, quiet_loading
+from ..base.errors import BadInput
+from .loading import TargetConfig, comes_with_tokenizer, load_tokenizer, read_model_config
 from .target import Target
 
 PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be the same up to padding
@@ -13,20 +11,17 @@ PADDING = 0.01  # vocabularies whose sizes differ by at most this share may be t
 
 def check_vocabulary(path: str, target: Target) -> None:
     """Raises BadInput if a model's vocabulary is not the target's, before its weights are loaded."""
+    config = TargetConfig(path=path)
     try:
-        with quiet_loading():
-            size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except Exception as error:  # as in load_model
-        raise BadInput(f"head.path {path}: {first_line(error)}") from error
+        size = read_model_config(config).get_text_config().vocab_size
+    except BadInput as error:
+        raise BadInput(f"head.path {path}: {error}") from error
     sizes = f"{size} tokens, those of {target.name} {target.vocab_size}"
     if abs(size - target.vocab_size) > PADDING * max(size, target.vocab_size):
         raise BadInput(f"head.path {path}: its vocabulary has {sizes}: expected the same, but for padding")
     if not comes_with_tokenizer(path):
         return  # then only the size can be compared
-    try:
-        words: Mapping[str, int] = AutoTokenizer.from_pretrained(path).get_vocab()
-    except Exception as error:
-        raise BadInput(f"head.path {path}: its tokenizer: {first_line(error)}") from error
+    words: Mapping[str, int] = load_tokenizer(config).get_vocab()
     theirs: Mapping[str, int] = target.tokenizer.get_vocab()
     word = differing_word(words, theirs)
     if word is not None:

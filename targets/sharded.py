@@ -51,11 +51,9 @@ class ShardedTarget(Target):
             drop_other_modalities(model)
             base = text_decoder(model)
             kind = type(base)
-            with torch.device("meta"), quiet_loading():
-                layers = layer_list(base)
+            layers = list(layer_list(base) or ())
             mesh = init_device_mesh(device.type, (num_processes,))
             reader = WeightReader(model, checkpoint.stored, name=path, dtype=checkpoint.dtype, device=device)
-            layers = list(layers or ())
             inside = {module for layer in layers for module in layer.modules()}
             outside = [module for module in model.modules() if module not in inside]
             for module in model.modules():  # the model may compute those of its layers, as FalconH1 does

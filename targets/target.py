@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BadInput
-from .caches.attention import NAME as GROUPED_ATTENTION
-from .caches.cache import SlotCache, cache_argument
+from .caches.cache import SlotCache
 from .check import check_target, has_values
 from .cpu.build import instruction_set, multiplies_bf16
 from .cpu.decoder import CpuDecoder, most_kernel_tokens
@@ -20,14 +19,11 @@ from .cpu.products import wide_products
 from .frozen_model import FrozenModel
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
-from .layers.runs import Entering
 from .layers.target_output import TargetOutput
-from .loading import TargetConfig, found_path, load_model, read_model_config, stored_fingerprint, use_attention
+from .loading import Checkpoint, TargetConfig, found_path, load_model, read_model_config
 from .weights.served_adapter import AdapterInfo, ServedAdapter, ServedWeights, is_checkpoint
 
 MOST_DECODED = 256  # positions whose logits the decoder computes
-# attention of these kinds is computed as the model wants it only by kernels with transformers' own names
-SPARSE_ATTENTION = {"indexed_attention", "minimax_m3_sparse"}
 
 
 class Target(FrozenModel):
@@ -40,31 +36,11 @@ class Target(FrozenModel):
 
     is_sharded = False  # over processes, which must all call `forward` equally often
     prompt_chunk = 2048  # prompt tokens per forward, since a mask over a whole prompt is quadratic in its length
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        name: str,
-        fingerprint: str,
-        tokenizer: Any = None,
-        source: TargetConfig | None = None,
-        adapter: ServedWeights | None = None,
-    ):
-        """Takes the model apart and runs nothing: `of` and `load` check what is found. Arguments: see `FrozenModel`."""
-        super().__init__(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source, adapter=adapter)
-        self.own_attention: str = self.config._attn_implementation  # the model's, before ours takes its place
-        is_sparse = bool(SPARSE_ATTENTION & set(self.layer_types))
-        self._needs_mask = bool(self._window or self.chunk or is_sparse)  # even where a token sees the whole cache
-        if self.own_attention == "sdpa" and not is_sparse:
-            use_attention(model, GROUPED_ATTENTION)
-        self._cache_argument = cache_argument(self.base)
-        self._entering = Entering(self.layers)
-        self._best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
-        self.is_adapted = False  # whether it computes with a head's own adapters, see adapters.TargetAdapter
-        self._decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
-        self._has_decoder: bool | None = None  # not determined yet
-        self.num_packed = 0  # linear layers, and experts, that our kernels multiply inside the model's own code
+    is_adapted = False  # whether it computes with a head's own adapters, see adapters.TargetAdapter
+    num_packed = 0  # linear layers, and experts, that our kernels multiply inside the model's own code
+    _best: Tensor | None = None  # [B, T] of the last forward, if the decoder computed it there
+    _decoder: CpuDecoder | JoinedDecoder | None = None  # made on first use, if the layers are of a known kind
+    _has_decoder: bool | None = None  # not determined yet
 
     @classmethod
     def of(
@@ -73,7 +49,6 @@ class Target(FrozenModel):
         *,
         name: str,
         fingerprint: str,
-        tokenizer: Any = None,
         source: TargetConfig | None = None,
         adapter: ServedWeights | None = None,
     ) -> Self:
@@ -81,7 +56,7 @@ class Target(FrozenModel):
 
         Raises: BadInput if the model's outputs cannot be reproduced from its parts.
         """
-        target = cls(model, name=name, fingerprint=fingerprint, tokenizer=tokenizer, source=source, adapter=adapter)
+        target = cls(model, name=name, fingerprint=fingerprint, source=source, adapter=adapter)
         if target.is_spread or has_values(target.output_layer.weight):  # which may be offloaded
             target._has_decoder = False  # the check is of the model's own layers
             with wide_products():
@@ -131,7 +106,7 @@ class Target(FrozenModel):
         model, own = load_model(replace(config, path=folder, dtype=dtype, revision=None), device=device)
         check_same_sizes(folder, model.config.get_text_config(), before.get_text_config())
         served = ServedWeights(AdapterInfo(path=folder, fingerprint=own, base=config.path))
-        fingerprint = stored_fingerprint(config, before)
+        fingerprint = Checkpoint.of(config, before).fingerprint()
         return cls.of(model, name=config.path, fingerprint=fingerprint, source=config, adapter=served)
 
     @property
@@ -332,8 +307,7 @@ class Target(FrozenModel):
         if kinds:
             why = "reads a row as one text, so it cannot learn to draft in parallel: set head.parallel=false"
             raise BadInput(f"target {self.name}: {', '.join(sorted(kinds))} {why}")
-        queries = torch.arange(documents.ids.shape[1], device=documents.ids.device).expand_as(documents.ids)
-        return partial(documents.mask, queries, dtype=self.dtype)
+        return partial(documents.mask, dtype=self.dtype)
 
 
 def check_same_sizes(folder: str | Path, found: Any, wanted: Any) -> None:

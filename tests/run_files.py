@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.base.jsonl import read_appended
-from headstart.targets.weights.tensor_files import tensor_locations
+from headstart.targets.weights.stored import indexed_tensors
 from headstart.train.watching.speed import StepSpeed
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -38,8 +38,8 @@ def weights(folder: Path) -> bytes:
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a model's folder."""
     found = {}
-    for name, path in tensor_locations(folder).items():
-        with safe_open(path, framework="pt") as opened:
+    for name, tensor in indexed_tensors(folder).items():
+        with safe_open(tensor.file, framework="pt") as opened:
             found[name] = opened.get_tensor(name)
     return found
 

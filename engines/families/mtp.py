@@ -27,7 +27,8 @@ from ...targets.weights.mtp_checkpoint import (
     stitch,
     unlike_ours,
 )
-from ...targets.weights.tensor_files import TensorFiles, tensor_locations, views_on_disk
+from ...targets.weights.stored import StoredTensor, indexed_tensors
+from ...targets.weights.tensor_files import TensorFiles, views_on_disk
 from ..layouts.contracts import Contract, sizes_of
 from ..layouts.foreign import ForeignFolder, Imported
 from ..layouts.gguf_file import GgufFile
@@ -41,7 +42,7 @@ BEFORE_NORM = ("glm4_moe", "glm4_moe_lite", "glm_ocr_text")  # targets whose mod
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
-def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, Path]) -> None:
+def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], where: dict[str, StoredTensor]) -> None:
     """Copy a target that has no MTP modules, and add a file with the head's. Raises BadInput as `write`."""
     whole = read_model_config(TargetConfig(path=head.target))
     if method := quantization(whole) or quantization(whole.get_text_config()):
@@ -65,11 +66,11 @@ def write_beside(head: HeadFolder, folder: Path, tensors: dict[str, Tensor], whe
         first = int((head.target_config or {})["num_hidden_layers"])
         for name, sources in TABLES.items():
             source = next(one for one in sources if one in where)
-            with safe_open(where[source], framework="pt") as opened:
+            with safe_open(where[source].file, framework="pt") as opened:
                 new[f"{layout.block.format(layer=first)}.{name}.weight"] = opened.get_tensor(source)
     shutil.copytree(head.target, folder, dirs_exist_ok=True)
     save_file(new, folder / BESIDE, metadata={"format": "pt"})
-    files = {name: path.name for name, path in where.items()} | dict.fromkeys(new, BESIDE)
+    files = {name: tensor.file.name for name, tensor in where.items()} | dict.fromkeys(new, BESIDE)
     size = sum((folder / name).stat().st_size for name in set(files.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -160,7 +161,7 @@ class MtpServing(Serving):
             why = "no local folder; name one with --target: the modules go into a copy of it"
             raise BadInput(f"target {head.target}: {why}")
         tensors = {name: value for name, value in head.tensors.items() if name not in ("d2t", "t2d")}
-        where = tensor_locations(head.target)
+        where = indexed_tensors(head.target)
         if all(name in where for name in views_on_disk(tensors, where)):
             stitch(tensors, head.target, folder)
         else:

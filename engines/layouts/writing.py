@@ -15,7 +15,7 @@ from ...base.files import write_json
 from ...targets.end_tokens import contradiction, said_ends
 from ...targets.loading import TargetConfig, load_tokenizer
 from ...targets.weights.gguf import gguf_folder
-from ...targets.weights.tensor_files import tensor_locations
+from ...targets.weights.stored import indexed_tensors
 from .contracts import EMBEDDING
 from .serving import HeadFolder
 
@@ -61,11 +61,11 @@ def table_rows(head: HeadFolder, names: Sequence[str]) -> Tensor:
     """
     if not Path(head.target).is_dir():
         raise BadInput(f"target {head.target}: no local folder; name one with --target: its {names[0]} is written in")
-    where = tensor_locations(head.target)
+    where = indexed_tensors(head.target)
     table = next((name for name in names if name in where), None)
     if table is None:
         raise BadInput(f"target {head.target}: no tensor {names[0]} in it")
-    with safe_open(where[table], framework="pt") as opened:
+    with safe_open(where[table].file, framework="pt") as opened:
         rows = opened.get_tensor(table)
     return rows.to(next(value.dtype for value in head.tensors.values() if value.is_floating_point()))
 

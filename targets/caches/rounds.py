@@ -55,6 +55,7 @@ def reading_rounds(part: Any, index: int) -> Callable[..., Any]:
     round."""
     own = vars(part).get("forward")  # of a part on several devices, with Accelerate's hooks
     recurrence = known_recurrence(part)
+    is_delta_rule = recurrence is not None and recurrence.is_delta_rule
     has_recurrence = "update_conv_state" not in calls_of(part) or bool(RECURRENCES & calls_of(part))
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -66,20 +67,18 @@ def reading_rounds(part: Any, index: int) -> Callable[..., Any]:
         kwargs = {name: None if "mask" in name else value for name, value in kwargs.items()}  # there is no padding
         layer = cast(StateLayer, cache.layers[index])
         num_read, cache.touched = hidden_states.shape[1], set()
-        if cache.reads_round and recurrence is not None and recurrence.is_delta_rule:
-            # of a single token transformers' code moves the windows of convolutions itself
-            with cache.noting_windows() if num_read > 1 else nullcontext(), recurrence.noting() as noted:
+        has_state = recurrence is not None and layer.recurrent_states[0] is not None
+        is_noted = cache.reads_round and num_read > 1 and (is_delta_rule or has_state or not has_recurrence)
+        cache.notes_windows = is_noted  # of a single token transformers' code moves the windows of convolutions itself
+        if is_noted or (cache.reads_round and is_delta_rule):
+            with nullcontext([]) if recurrence is None else recurrence.noting() as noted:
                 mixed = whole(hidden_states, *args, **kwargs)
-            layer.note_tokens(noted[0], layer.current[RECURRENT, 0], cache.width)
+            if is_delta_rule:
+                layer.note_tokens(noted[0], layer.current[RECURRENT, 0], cache.width)
+            for i, state in enumerate(() if is_delta_rule else noted, 1):
+                layer.note((RECURRENT, 0), state, i, cache.width)
             if num_read == 1:
                 keep_current(layer, cache, 1)
-            return mixed
-        reads_at_once = not has_recurrence or (recurrence is not None and layer.recurrent_states[0] is not None)
-        if cache.reads_round and num_read > 1 and reads_at_once:
-            with cache.noting_windows(), nullcontext([]) if recurrence is None else recurrence.noting() as states:
-                mixed = whole(hidden_states, *args, **kwargs)
-            for i, state in enumerate(states, 1):
-                layer.note((RECURRENT, 0), state, i, cache.width)
             return mixed
         if not (cache.reads_round or cache.reads_singly):
             mixed = whole(hidden_states, *args, **kwargs)

@@ -166,7 +166,8 @@ class StateCache(SlotCache):
         self.is_ahead = False  # inside `ahead`
         self.reads_round = True  # whether the forward keeps the states behind each token
         self.reads_singly = False  # whether recurrent layers read its tokens one at a time
-        self.notes_windows = False  # whether convolutions note the states behind each token, as they read all at once
+        # whether convolutions note the states behind each token, as the part that runs now reads a whole round at once
+        self.notes_windows = False
         self.touched: set[Key] = set()  # the states that the part of a layer which runs now has asked for
 
     def seek(self, positions: Tensor, *, extent: int, is_exact: bool = False) -> None:
@@ -211,15 +212,6 @@ class StateCache(SlotCache):
             yield
         finally:
             self.is_ahead = False
-
-    @contextmanager
-    def noting_windows(self) -> Iterator[None]:
-        """Parts of layers inside read a whole round at once: convolutions note the states behind each of its tokens."""
-        self.notes_windows = True
-        try:
-            yield
-        finally:
-            self.notes_windows = False
 
     @property
     def state_bytes(self) -> int:

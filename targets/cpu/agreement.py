@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,8 +91,9 @@ def by_channel(table: Tensor, by_pairs: bool) -> Tensor:
 
 @dataclass
 class Layerwise:
-    """What enters and leaves each layer of a model on a text at positions [T]: [1, T, D] each."""
+    """What enters and leaves each layer of a model on a text [1, T] at positions [T]: [1, T, D] each."""
 
+    ids: Tensor
     positions: Tensor
     entering: list[Tensor]
     leaving: list[Tensor]
@@ -102,27 +102,19 @@ class Layerwise:
 def seen_by_layers(target: Any, *, first: int) -> Layerwise:
     """The model's own forward of a text that begins at position `first`."""
     ids = (torch.arange(NUM_TOKENS) * 7919 + 11)[None] % target.vocab_size
-    positions = torch.arange(first, first + NUM_TOKENS)
-    with kept_states(target.layers) as seen:
-        target.base(input_ids=ids, position_ids=positions[None], use_cache=False)
-    seen.positions = positions
-    return seen
-
-
-@contextmanager
-def kept_states(layers: Sequence[nn.Module]) -> Iterator[Layerwise]:
-    seen = Layerwise(torch.empty(0), [], [])
+    seen = Layerwise(ids, torch.arange(first, first + NUM_TOKENS), [], [])
 
     def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen.entering.append(args[0] if args else kwargs["hidden_states"])
         seen.leaving.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in target.layers]
     try:
-        yield seen
+        target.base(input_ids=ids, position_ids=seen.positions[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    return seen
 
 
 def arithmetics(parts: Sequence[LayerParts], config: Any) -> Iterator[Arithmetic]:

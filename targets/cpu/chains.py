@@ -14,7 +14,7 @@ from ..layers.rotary import Tables
 from .build import kernels
 from .decoder import CpuLayers
 from .products import blocked
-from .structs import Chain
+from .structs import Chain, address_of
 
 
 @dataclass
@@ -58,8 +58,8 @@ class CpuChains:
             "to_target": to_target,
         }
         self.tensors = {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
-        pointers = {name: None if x is None else x.data_ptr() for name, x in self.tensors.items()}
-        self.chain = Chain(**pointers, num_outputs=self.num_outputs)
+        addresses = {name: address_of(x) for name, x in self.tensors.items()}
+        self.chain = Chain(**addresses, num_outputs=self.num_outputs)
 
     def draft(
         self, hidden: Tensor, cache: SlotCache, tables: Tables, positions: Tensor, *, num_tokens: int

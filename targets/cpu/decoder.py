@@ -71,7 +71,7 @@ class CpuLayers:
         self.set_arithmetic(how, attentions)
         for layer, weights in zip(self.layers, self.weights, strict=True):
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
-                setattr(layer, name, None if weight is None else weight.data_ptr())
+                setattr(layer, name, structs.address_of(weight))
 
     def set_arithmetic(self, how: Arithmetic, attentions: Sequence[LayerAttention]) -> None:
         """Compute so from now on."""
@@ -109,7 +109,6 @@ class CpuLayers:
         mask: Tensor | None = None,
         last: Tensor | None = None,
         read: Tensor | None = None,
-        first_layer: int = 0,
         only: int | None = None,
         entering: Iterable[Tensor | None] = (),
         final_norm: Tensor | None = None,
@@ -121,7 +120,7 @@ class CpuLayers:
             x: the residual stream. tables: of the rotary embedding, or embeddings. positions: [B, Q] their rows.
             mask: [B, 1, Q, P] additive; None: a token sees the positions up to its own, or up to `last` [B, Q].
             read: [B, Q, in] input of the first layer's attention; None: the normalised residual stream.
-            first_layer: index of the first layer in the cache. only: run no layer but this one.
+            only: run no layer but this one, as the first of the cache.
             entering: per layer, a tensor like x that receives the residual stream entering it; None: not kept.
             final_norm: [D] gain of a norm after the last layer; None: no norm.
             choice: also compute the argmax of an output layer for each token.
@@ -129,27 +128,20 @@ class CpuLayers:
         library, x = kernels(), x.clone(memory_format=torch.contiguous_format)
         assert library is not None
         for layer, place in zip(self.layers, entering, strict=False):
-            layer.kept = None if place is None else place.data_ptr()
+            layer.kept = structs.address_of(place)
         mask = None if mask is None else mask.expand(len(x), 1, x.shape[1], -1).contiguous()
         slots = cache.positions.expand(x.shape[:2]).contiguous()
         positions = slots if positions is cache.positions else positions.expand_as(slots).contiguous()
         own = positions if isinstance(cache, RingCache) else slots
         last = own if last is None else last.expand_as(slots).contiguous()
         read = None if read is None else read.contiguous()
-        forward = self.forward_over(x, cache, tables, first_layer=first_layer)
+        forward = self.forward_over(x, cache, tables)
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
-        if mask is None:
-            forward.last = last.data_ptr()
-        else:
-            forward.mask = mask.data_ptr()
-        if read is not None:
-            forward.read = read.data_ptr()
-        if final_norm is not None:
-            forward.final_norm = final_norm.data_ptr()
+        forward.last = last.data_ptr() if mask is None else None
+        forward.mask, forward.read, forward.final_norm = map(structs.address_of, (mask, read, final_norm))
         if choice is not None:
             forward.output, forward.num_outputs = choice.weight.data_ptr(), choice.num_outputs
-            forward.logits = None if choice.logits is None else choice.logits.data_ptr()
-            forward.best = choice.best.data_ptr()
+            forward.logits, forward.best = structs.address_of(choice.logits), choice.best.data_ptr()
         layers = self.layers if only is None else (structs.Layer * 1)(self.layers[only])
         library.decode(layers, len(layers), ctypes.byref(forward), x.data_ptr())
         return x
@@ -165,9 +157,7 @@ class CpuLayers:
         forward.positions, forward.slots = positions.data_ptr(), slots.data_ptr()
         library.write(self.layers, len(self.layers), ctypes.byref(forward), x.data_ptr())
 
-    def forward_over(
-        self, x: Tensor, cache: SlotCache, tables: Tables | Sequence[Tables], *, first_layer: int = 0
-    ) -> structs.Forward:
+    def forward_over(self, x: Tensor, cache: SlotCache, tables: Tables | Sequence[Tables]) -> structs.Forward:
         """The sizes, strides and tensors that every call of the kernels for x [B, Q, in] needs."""
         whole = cache.whole(len(x), self.num_kv_heads, self.head_dim, like=x)
         layer_stride, value_stride, row_stride, head_stride = whole.stride()[:4]
@@ -191,7 +181,7 @@ class CpuLayers:
             head_stride=head_stride,
             num_groups=self.num_groups,
             num_threads=torch.get_num_threads(),
-            cache=whole.data_ptr() + first_layer * layer_stride * whole.element_size(),
+            cache=whole.data_ptr(),
             cos=addresses(*(rope.cos.data_ptr() for rope in ropes)),
             sin=addresses(*(rope.sin.data_ptr() for rope in ropes)),
             rotary_size=ropes[0].cos.shape[-1],
@@ -325,8 +315,8 @@ class CpuDecoder:
 
 def input_scale(target: Any, seen: Layerwise) -> float | None:
     """What embeddings are multiplied by before the first layer; None: they become something else."""
-    ids = (torch.arange(NUM_TOKENS) * 7919 + 11)[None] % target.vocab_size
-    embedded, scales = target.input_embedding(ids), {1.0, float(getattr(target.config, "embedding_multiplier", 0) or 1)}
+    embedded = target.input_embedding(seen.ids)
+    scales = {1.0, float(getattr(target.config, "embedding_multiplier", 0) or 1)}
     return next((scale for scale in scales if torch.equal(embedded * scale, seen.entering[0])), None)
 
 
@@ -365,4 +355,4 @@ def layer_output(layers: CpuLayers, i: int, ropes: Ropes, seen: Layerwise) -> Te
     rows = torch.arange(x.shape[1])[None]
     cache.seek(rows, extent=x.shape[1], is_exact=True)
     tables = ropes.tables(x, seen.positions[None], by_pairs=layers.how.by_pairs)
-    return layers(x, cache, tables, rows, only=i, first_layer=0)
+    return layers(x, cache, tables, rows, only=i)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .build import kernels, multiplies_bf16
+from .structs import address_of
 
 BLOCK = 32  # outputs that are computed together, as in kernels.cpp
 TILE = 8  # tokens likewise, at most: fewer take hardly less time, as the weights are read all the same
@@ -46,8 +47,7 @@ def multiply_argmax(x: Tensor, weight: Tensor, num_outputs: int, logits: Tensor 
     assert library is not None
     indices, size = torch.empty(x.shape[:-1], dtype=torch.long), x.shape[-1]
     product = x.data_ptr(), indices.numel(), size, weight.data_ptr(), num_outputs
-    by_bits = None if logits is None else logits.data_ptr()
-    library.multiply_argmax(*product, by_bits, indices.data_ptr(), torch.get_num_threads())
+    library.multiply_argmax(*product, address_of(logits), indices.data_ptr(), torch.get_num_threads())
     return indices
 
 

@@ -2,9 +2,21 @@
 
 import ctypes
 
+from torch import Tensor
+
 from .layer_weights import LayerWeights
 
 ADDRESS, NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Where a tensor's values lie; None: null."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def of_type(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type in a row."""
+    return [(name, kind) for name in names.split()]
 
 
 class Layer(ctypes.Structure):
@@ -12,8 +24,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ADDRESS) for name in (*LayerWeights._fields, "kept")),
-        ("window", NUMBER),
-        ("rope", NUMBER),
+        *of_type(NUMBER, "window rope"),
         ("scale", ctypes.c_float),
     ]
 
@@ -21,60 +32,29 @@ class Layer(ctypes.Structure):
 class Norm(ctypes.Structure):
     """How a norm computes."""
 
-    _fields_ = [
-        ("eps", ctypes.c_float),
-        ("centred", ctypes.c_bool),
-        ("adds_one", ctypes.c_bool),
-        ("rounds", ctypes.c_bool),
-    ]
+    _fields_ = [("eps", ctypes.c_float), *of_type(ctypes.c_bool, "centred adds_one rounds")]
 
 
 class Ring(ctypes.Structure):
     """Where a cache keeps positions."""
 
-    _fields_ = [("sink", NUMBER), ("size", NUMBER), ("window", NUMBER)]
+    _fields_ = of_type(NUMBER, "sink size window")
 
 
 class Forward(ctypes.Structure):
     """One forward over B rows of Q tokens each."""
 
     _fields_ = [
-        ("hidden", NUMBER),
-        ("num_heads", NUMBER),
-        ("num_kv_heads", NUMBER),
-        ("head_dim", NUMBER),
-        ("mlp", NUMBER),
-        ("read_size", NUMBER),
-        ("num_rows", NUMBER),
-        ("num_queries", NUMBER),
-        ("extent", NUMBER),
-        ("layer_stride", NUMBER),
-        ("value_stride", NUMBER),
-        ("row_stride", NUMBER),
-        ("head_stride", NUMBER),
-        ("num_threads", NUMBER),
+        *of_type(NUMBER, "hidden num_heads num_kv_heads head_dim mlp read_size"),
+        *of_type(NUMBER, "num_rows num_queries extent"),
+        *of_type(NUMBER, "layer_stride value_stride row_stride head_stride num_threads"),
         ("cache", ADDRESS),
-        ("cos", ADDRESS * 2),
-        ("sin", ADDRESS * 2),
-        ("positions", ADDRESS),
-        ("slots", ADDRESS),
-        ("last", ADDRESS),
-        ("mask", ADDRESS),
-        ("read", ADDRESS),
-        ("final_norm", ADDRESS),
-        ("output", ADDRESS),
-        ("best", ADDRESS),
-        ("logits", ADDRESS),
-        ("num_outputs", NUMBER),
-        ("num_groups", NUMBER),
-        ("rotary_size", NUMBER),
-        ("activation", NUMBER),
-        ("soft_cap", ctypes.c_float),
-        ("residual_scale", ctypes.c_float),
+        *of_type(ADDRESS * 2, "cos sin"),
+        *of_type(ADDRESS, "positions slots last mask read final_norm output best logits"),
+        *of_type(NUMBER, "num_outputs num_groups rotary_size activation"),
+        *of_type(ctypes.c_float, "soft_cap residual_scale"),
         ("norm", Norm),
-        ("by_pairs", ctypes.c_bool),
-        ("norms_all_heads", ctypes.c_bool),
-        ("is_parallel", ctypes.c_bool),
+        *of_type(ctypes.c_bool, "by_pairs norms_all_heads is_parallel"),
         ("ring", Ring),
     ]
 
@@ -83,14 +63,8 @@ class Chain(ctypes.Structure):
     """How a head of one layer goes on from its own output."""
 
     _fields_ = [
-        ("embedding", ADDRESS),
-        ("embedding_norm", ADDRESS),
-        ("hidden_norm", ADDRESS),
-        ("output_norm", ADDRESS),
-        ("output", ADDRESS),
-        ("to_target", ADDRESS),
-        ("num_outputs", NUMBER),
-        ("num_tokens", NUMBER),
+        *of_type(ADDRESS, "embedding embedding_norm hidden_norm output_norm output to_target"),
+        *of_type(NUMBER, "num_outputs num_tokens"),
     ]
 
 

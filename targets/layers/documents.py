@@ -15,11 +15,12 @@ class Documents:
     ids: Tensor  # [B, T] number, from 0, of the text that each token belongs to
     positions: Tensor  # [B, T] position of each token in its text
 
-    def mask(self, queries: Tensor, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The additive mask [B, 1, Q, T] of queries, which see the tokens of their own text up to themselves.
+    def mask(self, *, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The additive mask [B, 1, T, T] of tokens that see those of their own text up to themselves.
 
-        Args: queries: [B, Q] their positions in the rows. window: as in `visibility_mask`.
+        Args: window: as in `visibility_mask`.
         """
-        mask = visibility_mask(queries, extent=self.ids.shape[1], dtype=dtype, window=window)
-        others = self.ids.gather(1, queries)[:, :, None] != self.ids[:, None]  # [B, Q, T]
+        index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)  # [B, T]
+        mask = visibility_mask(index, extent=index.shape[1], dtype=dtype, window=window)
+        others = self.ids[:, :, None] != self.ids[:, None]  # [B, T, T]
         return mask.masked_fill_(others[:, None], torch.finfo(dtype).min)

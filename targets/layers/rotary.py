@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -22,9 +22,8 @@ class Rotary:
     the target's. Half-split rotation as in Llama: the pair of channel i is i + H/2.
     """
 
-    def __init__(self, config: LlamaConfig, *, of: nn.Module | None = None):
-        """Args: of: the target's own module; None: one is made from the config."""
-        self.embedding = LlamaRotaryEmbedding(config) if of is None else of
+    def __init__(self, config: LlamaConfig):
+        self.embedding = LlamaRotaryEmbedding(config)
         # by size; never evicted, as a captured CUDA graph reads the table that it was captured with
         self.made: dict[tuple[int, torch.device, torch.dtype], Tables] = {}
 

@@ -66,7 +66,9 @@ def dequantise(path: Path, output: Path) -> None:
     packed = hasattr(transformers, "GgufConfig")  # transformers that would otherwise keep the weights packed
     whole: dict[str, Any] = {"quantization_config": transformers.GgufConfig(dequantize=True)} if packed else {}
     try:
-        file = read_gguf(path)
+        from gguf import GGUFReader  # imported only where it is used
+
+        file = GGUFReader(path)
         check_rotary(file)
         how = {"dtype": precision(file), "output_loading_info": True, **whole}
         loaded: Any = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, **how)
@@ -115,21 +117,12 @@ def set_rotary(config: Any, file: Any) -> None:
 
 
 def set_special_tokens(tokenizer: Any, file: Any) -> None:
-    """Set those that the file of `read_gguf` names: transformers 5.17 takes some files' start token for their end."""
+    """Set those that the file names: transformers 5.17 takes some files' start token for their end."""
     for key, name in SPECIAL_TOKENS.items():
         field = file.get_field(f"tokenizer.ggml.{key}_token_id")
         if field is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
         tokenizer.init_kwargs.pop(f"{name}_token_id", None)
-
-
-def read_gguf(path: Path) -> Any:
-    """The file's fields and tensors. Raises BadInput without the package that reads them."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise BadInput(f"target {path}: needs the package gguf (pip install gguf)") from error
-    return GGUFReader(path)
 
 
 def precision(file: Any) -> torch.dtype:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...base.errors import BadInput
-from .tensor_files import tensor_locations, views_on_disk
+from .stored import PLAIN, StoredTensor, indexed_tensors
+from .tensor_files import views_on_disk
 
 QWEN_3_5 = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 COUNT = "num_nextn_predict_layers"  # the usual config key of how many modules a target has
@@ -148,7 +149,7 @@ def check_modules(folder: str | Path, layout: str) -> None:
     """Raises BadInput unless the folder of a target is local and holds MTP modules of this layout."""
     if not Path(folder).is_dir():
         raise BadInput(f"head.init checkpoint: {folder} is no local folder: download the target first")
-    names = tensor_locations(folder)
+    names = indexed_tensors(folder)
     own = mtp_layout(names)
     if own != layout:
         why = unlike_ours(names) or (f"its MTP modules are of layout {own}" if own else "it has no MTP modules")
@@ -162,9 +163,11 @@ def read_modules(folder: str | Path, state: dict[str, Tensor]) -> dict[str, Tens
     Raises: BadInput if the folder lacks a tensor, or one has another shape or is quantised.
     """
     wanted = {name: value.detach().clone() for name, value in state.items()}
-    where = tensor_locations(folder)
-    for name, view in views_on_disk(wanted, where).items():
-        view.copy_(_read_tensor(folder, where, name, view.shape))
+    stored = indexed_tensors(folder)
+    for name, view in views_on_disk(wanted, stored).items():
+        _check(folder, stored, name, view.shape)
+        with safe_open(stored[name].file, framework="pt") as opened:
+            view.copy_(opened.get_tensor(name))
     return wanted
 
 
@@ -178,11 +181,11 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
     Raises: BadInput if the checkpoint lacks one of these tensors.
     """
     folder, output_folder = Path(folder), Path(output_folder)
-    before = tensor_locations(folder)
+    before = indexed_tensors(folder)
     new = views_on_disk(state, before)
     for name, value in new.items():
-        _read_tensor(folder, before, name, value.shape)
-    changed = {before[name].name for name in new}
+        _check(folder, before, name, value.shape)
+    changed = {before[name].file.name for name in new}
     shutil.copytree(folder, output_folder, ignore=shutil.ignore_patterns(*changed), dirs_exist_ok=True)
     for file in changed:
         with safe_open(folder / file, framework="pt") as opened:
@@ -191,31 +194,21 @@ def stitch(state: dict[str, Tensor], folder: str | Path, output_folder: str | Pa
         for name in tensors.keys() & new.keys():
             tensors[name] = new[name].detach().cpu().to(tensors[name].dtype).contiguous()
         save_file(tensors, output_folder / file, metadata)
-    if _headers(before) != _headers(tensor_locations(output_folder)):
+    both = before, indexed_tensors(output_folder)
+    kinds_before, kinds = ({name: (one.dtype, one.shape) for name, one in stored.items()} for stored in both)
+    if kinds != kinds_before:
         raise BadInput(f"{folder}: stitched, its tensors would differ in name, shape or dtype")
 
 
-def _read_tensor(folder: str | Path, where: dict[str, Path], name: str, shape: torch.Size) -> Tensor:
-    if name not in where:
+def _check(folder: str | Path, stored: dict[str, StoredTensor], name: str, shape: torch.Size) -> None:
+    """Raises BadInput if a checkpoint lacks a tensor, or it has another shape or is quantised."""
+    if name not in stored:
         raise BadInput(f"{folder}: no tensor {name}: the checkpoint has no such MTP module")
-    with safe_open(where[name], framework="pt") as opened:
-        value = opened.get_tensor(name)
-    if value.shape != shape:
-        raise BadInput(f"{where[name]}: tensor {name}: expected {tuple(shape)}, found {tuple(value.shape)}")
-    if not value.is_floating_point() or value.element_size() < 2:
-        raise BadInput(f"{where[name]}: tensor {name} is quantised ({value.dtype}): use a checkpoint in bfloat16")
-    return value
-
-
-def _headers(where: dict[str, Path]) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of every tensor, by name."""
-    headers = {}
-    for file in set(where.values()):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (a method of safetensors, not a dict)
-                part = opened.get_slice(name)
-                headers[name] = (part.get_dtype(), part.get_shape())
-    return headers
+    found = stored[name]
+    if found.shape != shape:
+        raise BadInput(f"{found.file}: tensor {name}: expected {tuple(shape)}, found {found.shape}")
+    if found.dtype not in PLAIN:
+        raise BadInput(f"{found.file}: tensor {name} is quantised ({found.dtype}): use a checkpoint in bfloat16")
 
 
 def serve_names(head: Any) -> None:
@@ -243,5 +236,5 @@ def module_layout(folder: str | Path, kind: str) -> str | None:
     (model_type); None: they load none. Raises BadInput if a file of its folder cannot be read."""
     # else it is no folder, or one of a config alone or of .bin files
     is_stored = any(Path(folder).glob("model*.safetensors*"))
-    own = mtp_layout(tensor_locations(folder)) if is_stored else None
+    own = mtp_layout(indexed_tensors(folder)) if is_stored else None
     return own or next((name for name, layout in LAYOUTS.items() if kind in layout.kinds), None)

@@ -21,6 +21,7 @@ from ...base.files import lack_of
 from ...base.jsonl import loads
 from ...base.typed import TypedKeys
 from .stored import (
+    PLAIN,
     StoredTensor,
     digests_of,
     fingerprint_of_digests,
@@ -35,7 +36,6 @@ PREFIX = "base_model.model."  # what peft puts before a module's name in its fil
 NOT_PLAIN = "use_dora modules_to_save lora_bias layer_replication alora_invocation_tokens use_bdlora use_qalora".split()
 NOT_PLAIN += ["trainable_token_indices", "target_parameters"]
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # of `init_lora_weights`; others change the target
-UNQUANTISED = ("F32", "F16", "BF16", "F64")  # dtypes of tensors in a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ServedAdapter(ServedWeights):
         stored = read_header(folder / WEIGHTS)
         for name, tensor in stored.items():
             known = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight", name)
-            if known is None or len(tensor.shape) != 2 or tensor.dtype not in UNQUANTISED:
+            if known is None or len(tensor.shape) != 2 or tensor.dtype not in PLAIN:
                 raise BadInput(f"{folder / WEIGHTS}: tensor {name}: expected lora_A and lora_B of linear layers alone")
             pairs.setdefault(known[1], {})[known[2]] = tensor
         if not pairs:
@@ -124,7 +124,7 @@ class ServedAdapter(ServedWeights):
         if not self.info.base or not (base / "config.json").is_file():
             return
         stored = stored_tensors(str(base))
-        is_full = all(tensor.dtype in UNQUANTISED for tensor in stored.values())
+        is_full = all(tensor.dtype in PLAIN for tensor in stored.values())
         if is_full and fingerprint_of_stored(stored, num_layers=num_layers) != fingerprint:
             where = f"{Path(self.path, CONFIG)}: base_model_name_or_path {base}"
             raise BadInput(f"{where}: has other weights than target {name}")

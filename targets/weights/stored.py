@@ -68,6 +68,14 @@ def stored_tensors(path: str, *, revision: str | None = None) -> dict[str, Store
     return tensors
 
 
+def indexed_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint's folder by name, as engines read it: where it has an index, those that this names,
+    MTP modules in a file of their own among them. Raises BadInput if a file cannot be read."""
+    index = Path(folder, INDEX)
+    names = sorted(set(read_weight_map(index).values())) if index.is_file() else [WHOLE]
+    return {name: tensor for file in names for name, tensor in read_header(Path(folder, file)).items()}
+
+
 def found_file(path: str, name: str, revision: str | None) -> Path | None:
     """A file of a local folder or hub id; None: it has no such file."""
     if Path(path).is_dir():

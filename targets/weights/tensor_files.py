@@ -1,6 +1,7 @@
 """The safetensors files of a folder: where each tensor is, its shape and dtype, read from the headers alone."""
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,21 +104,7 @@ def check_index(folder: Path, stored: TensorFiles) -> None:
     stored.problems += [f"{path.name}: {problem}" for problem in problems]
 
 
-def tensor_locations(folder: str | Path) -> dict[str, Path]:
-    """The safetensors file of each tensor in a checkpoint folder. Raises BadInput if a file cannot be read."""
-    index = Path(folder, "model.safetensors.index.json")
-    names = set(read_weight_map(index).values()) if index.is_file() else {"model.safetensors"}
-    locations: dict[str, Path] = {}
-    for file in sorted(names):
-        try:
-            with safe_open(Path(folder, file), framework="pt") as opened:
-                locations.update(dict.fromkeys(opened.keys(), Path(folder, file)))
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"{Path(folder, file)}: {first_line(error)}") from error
-    return locations
-
-
-def views_on_disk(state: dict[str, Tensor], where: dict[str, Path]) -> dict[str, Tensor]:
+def views_on_disk(state: dict[str, Tensor], where: Container[str]) -> dict[str, Tensor]:
     """Views of our tensors under the checkpoint's names: transformers keeps all experts of a layer in one tensor,
     checkpoints store one tensor per expert."""
     views: dict[str, Tensor] = {}

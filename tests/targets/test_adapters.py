@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,33 +22,32 @@ def fresh(head_type, target, **changes):
     return build_head(HEADS[head_type].config_class(type=head_type, **changes), target, seed=1)
 
 
-def adapt(head, *, trained_looking=True):
-    """With adapters of rank 3; `trained_looking` ones no longer add nothing."""
+def adapt(head):
+    """With adapters of rank 3, which add nothing yet."""
     torch.manual_seed(2)
     add_adapters(head, rank=3, alpha=6.0, vocab_size=head.target.vocab_size, key="train.lora_rank")
-    if trained_looking:
-        with torch.no_grad():
-            for layer in adapted_layers(head).values():
-                layer.lora_B["default"].weight.normal_(std=0.1)
     return head
 
 
-def test_adapters_start_as_nothing(head_type, target, make_batch):
+def trained(head):
+    """With adapters that look trained."""
+    with torch.no_grad():
+        for layer in adapted_layers(adapt(head)).values():
+            layer.lora_B["default"].weight.normal_(std=0.1)
+    return head
+
+
+def test_adapters_start_as_nothing_and_train_alone(head_type, target, make_batch):
     head = fresh(head_type, target).eval()
     batch = make_batch(target, head)
-    before = head.teacher_forced_logits(batch)[1]
-    names = set(head.state_dict())
-    assert torch.equal(adapt(head, trained_looking=False).eval().teacher_forced_logits(batch)[1], before)
+    before, names = head.teacher_forced_logits(batch)[1], set(head.state_dict())
+    assert torch.equal(adapt(head).eval().teacher_forced_logits(batch)[1], before)
     assert set(merged_state(head)) == names
-
-
-def test_adapters_alone_train(head_type, target, make_batch):
-    head = adapt(fresh(head_type, target)).train()
+    head = trained(fresh(head_type, target)).train()
     kept = {name: p.clone() for name, p in head.named_parameters() if ".lora_" not in name}
-    trained = [p for p in head.parameters() if p.requires_grad]
-    assert len(trained) == 2 * len(adapted_layers(head)) > 0
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-    batch = make_batch(target, head)
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    assert len(parameters) == 2 * len(adapted_layers(head)) > 0
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         head.loss(batch).loss.backward()
@@ -60,7 +60,7 @@ def test_adapters_alone_train(head_type, target, make_batch):
 
 def test_what_is_saved_is_an_ordinary_head(head_type, target, make_batch, tmp_path):
     plain = save_head(fresh(head_type, target), tmp_path / "plain")
-    head = adapt(start_head(fresh(head_type, target).config, target, plain)).eval()
+    head = trained(start_head(fresh(head_type, target).config, target, plain)).eval()
     batch = make_batch(target, head)
     adapted = head.teacher_forced_logits(batch)[1]
     loaded = load_head(save_head(head, tmp_path / "merged"), target)
@@ -75,13 +75,10 @@ def test_output_layers_are_left_as_they_are(target):
     assert "lm_head" not in adapted_layers(adapt(fresh("eagle3", target)))
 
 
-def test_adapters_are_added_once(target):
+def test_adapters_are_added_once_and_by_peft_alone(target, monkeypatch):
     head = adapt(fresh("eagle3", target))
     with pytest.raises(BadInput, match="^train.lora_rank 3: this Eagle3Head has adapters already"):
         adapt(head)
-
-
-def test_without_peft_one_line_says_so(target, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(BadInput, match=r"^train.lora_rank 3: needs the package peft \(pip install peft\)$"):
         adapt(fresh("medusa", target))
@@ -100,25 +97,17 @@ def test_a_head_starts_as_the_folder_left_it(head_type, target, make_batch, tmp_
         assert torch.equal(mine, theirs.to(torch.bfloat16).float()), name
 
 
-def test_its_draft_vocabulary_goes_with_it(target, tmp_path):
-    ids = torch.tensor([1, 2, 3, 5, 8, 13, 21])
-    config = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=7)
-    folder = save_head(build_head(config, target, draft_token_ids=ids), tmp_path / "head")
-    head = start_head(config, target, folder)
-    assert head.vocabulary is not None and torch.equal(head.vocabulary.to_target, ids)
-    with pytest.raises(BadInput, match=r"head .*/head: its draft_vocab_size is 7, not None$"):
-        start_head(HEADS["eagle3"].config_class(type="eagle3"), target, folder)
-
-
 CUT = [("eagle3", {}), ("medusa", {"output": "own"}), ("block", {"output": "own", "markov_rank": 4})]
 
 
 @pytest.mark.parametrize("kind, own", CUT)
-def test_more_tokens_to_draft_leave_the_others_as_they_were(kind, own, target, make_batch, tmp_path):
+def test_its_draft_vocabulary_goes_with_it_and_grows(kind, own, target, make_batch, tmp_path):
     few, more = torch.tensor([1, 2, 3, 5, 8, 13, 21]), torch.tensor([1, 2, 3, 4, 5, 8, 13, 14, 21])
     config = HEADS[kind].config_class(type=kind, draft_vocab_size=len(few), **own)
     saved = build_head(config, target, draft_token_ids=few, seed=5).eval()
     folder = save_head(saved, tmp_path / "head")
+    same: Any = start_head(config, target, folder)
+    assert torch.equal(same.vocabulary.to_target, few)
     wider = replace(config, draft_vocab_size=len(more))
     head = start_head(wider, target, folder, draft_token_ids=more, seed=1).eval()
     batch = make_batch(target, saved)
@@ -129,8 +118,9 @@ def test_more_tokens_to_draft_leave_the_others_as_they_were(kind, own, target, m
     assert start_vocabulary(config, target, folder) == few.tolist()
     with pytest.raises(BadInput, match="does not contain the head's own"):
         start_head(wider, target, folder, draft_token_ids=more + 1)
-    with pytest.raises(BadInput, match="its draft_vocab_size is 7, not 9"):
-        start_head(wider, target, folder)
+    for other, size in ((wider, 9), (replace(config, draft_vocab_size=None), None)):
+        with pytest.raises(BadInput, match=rf"head .*/head: its draft_vocab_size is 7, not {size}$"):
+            start_head(other, target, folder)
 
 
 def test_another_target_is_a_start_too(head_type, target, tiny_target, tmp_path):

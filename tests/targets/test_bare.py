@@ -10,15 +10,13 @@ from headstart.targets.frozen_model import OutputUse
 from headstart.targets.loading import TargetConfig
 from headstart.targets.target import Target
 from kind import quietly
-from kinds import FAST, KINDS
+from kinds import KINDS
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in FAST]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAST, *SLOW])
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_without_layers_a_target_reads_and_writes_the_same(name, tmp_path):
     with quietly():
@@ -114,11 +112,8 @@ def test_of_packed_layers_embedding_norm_and_output_layer_are_read_as_they_are(m
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": PACKED[method]}))
     bare = BareTarget.read(TargetConfig(path=str(tmp_path)))
-    assert (
-        bare.final_norm is not None
-        and whole.final_norm is not None
-        and bare.layers[0].mlp.up_proj.weight.device.type == "meta"
-    )
+    assert bare.final_norm is not None and whole.final_norm is not None
+    assert bare.layers[0].mlp.up_proj.weight.device.type == "meta"
     assert bare.dtype == whole.dtype and torch.equal(bare.embed(ids), whole.embed(ids))
     states = torch.randn(3, whole.hidden_size, dtype=whole.dtype)
     assert torch.equal(bare.logits(bare.final_norm(states)), whole.logits(whole.final_norm(states)))

@@ -22,6 +22,11 @@ IDS = torch.arange(3, 40)[None]
 PROMPT = [1, 7, 8, 3, 22, 40]
 
 
+@pytest.fixture(scope="module")
+def adapter(saved_target, lora):
+    return lora(saved_target)
+
+
 def plain(folder):
     """transformers' own model."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -77,8 +82,7 @@ def test_layers_whose_weights_lie_the_other_way_are_merged_too(tmp_path, lora):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_texts_are_those_that_transformers_and_peft_write(saved_target, lora):
-    adapter = lora(saved_target)
+def test_texts_are_those_that_transformers_and_peft_write(saved_target, adapter):
     model = PeftModel.from_pretrained(plain(saved_target), adapter)
     inputs = torch.tensor([PROMPT])
     theirs = model.generate(input_ids=inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -91,8 +95,7 @@ def test_texts_are_those_that_transformers_and_peft_write(saved_target, lora):
     assert ours != without
 
 
-def test_weights_in_half_precision_are_rounded_once(saved_target, lora):
-    adapter = lora(saved_target)
+def test_weights_in_half_precision_are_rounded_once(saved_target, adapter):
     whole, half = (Target.load(saved_target, adapter=adapter, dtype=dtype) for dtype in ("float32", "bfloat16"))
     names = dict(whole.model.named_parameters())
     stored = Target.load(saved_target, dtype="bfloat16").model.state_dict()
@@ -118,8 +121,7 @@ def test_an_adapted_target_is_another_one_but_takes_the_heads_of_its_base(saved_
         load_head(tmp_path / "again", base)
 
 
-def test_a_target_without_its_layers_is_known_as_with_them(saved_target, lora):
-    adapter = lora(saved_target)
+def test_a_target_without_its_layers_is_known_as_with_them(saved_target, adapter):
     bare = BareTarget.read(TargetConfig(path=str(saved_target), adapter=str(adapter)), OutputUse())
     whole = Target.load(saved_target, adapter=adapter)
     assert (bare.fingerprint, bare.full_name) == (whole.fingerprint, whole.full_name)
@@ -176,11 +178,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "keys", "line"), REFUSED, ids=[line for _, _, line in REFUSED])
-def test_what_is_refused_is_named_in_one_line(saved_target, tiny_model, lora, tmp_path, change, keys, line):
+def test_what_is_refused_is_named_in_one_line(saved_target, tiny_model, adapter, tmp_path, change, keys, line):
     if keys.get("base_model_name_or_path"):
         tiny_model("llama", vocab_size=63).save_pretrained(tmp_path / "other")
         keys = {"base_model_name_or_path": str(tmp_path / "other")}
-    adapter = rewritten(lora(saved_target), tmp_path / "adapter", change, **keys)
+    adapter = rewritten(adapter, tmp_path / "adapter", change, **keys)
     for load in (
         lambda: Target.load(saved_target, adapter=adapter),
         lambda: BareTarget.read(TargetConfig(path=str(saved_target), adapter=str(adapter)), OutputUse()),
@@ -191,12 +193,12 @@ def test_what_is_refused_is_named_in_one_line(saved_target, tiny_model, lora, tm
         assert "adapter_config.json" in str(caught.value) or "adapter_model.safetensors" in str(caught.value)
 
 
-def test_folders_without_an_adapter_are_refused(saved_target, lora, tmp_path):
+def test_folders_without_an_adapter_are_refused(saved_target, adapter, tmp_path):
     with pytest.raises(BadInput, match="no such folder"):
         ServedAdapter.read(tmp_path / "gone")
     with pytest.raises(BadInput, match=r"no adapter_config\.json in it"):
         ServedAdapter.read(saved_target)
-    adapter = rewritten(lora(saved_target), tmp_path / "adapter", as_it_is)
+    adapter = rewritten(adapter, tmp_path / "adapter", as_it_is)
     (adapter / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(BadInput, match=r"adapter_model\.safetensors: damaged"):
         ServedAdapter.read(adapter)

@@ -43,7 +43,9 @@ def make(tiny_model, chat_tokenizer):
         tokenizer.chat_template = template or tokenizer.chat_template
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         model = tiny_model("llama", vocab_size=len(tokenizer) + more, max_position_embeddings=1024, eos_token_id=end)
-        return Target.of(model, name="tiny", fingerprint=f"{name}, {more} more", tokenizer=tokenizer)
+        target = Target.of(model, name="tiny", fingerprint=f"{name}, {more} more")
+        target._tokenizer = tokenizer
+        return target
 
     return build
 

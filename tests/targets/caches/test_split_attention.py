@@ -47,40 +47,31 @@ def test_in_half_precision_the_error_is_that_of_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("rows", "queries", "slots", "wanted"),
+    ("rows", "queries", "slots", "wanted", "is_compiling"),
     [
-        (1, 24, FEWEST, True),
-        (1, 24, FEWEST - 64, False),  # short
-        (1, 24, FEWEST + 32, False),  # no whole parts
-        (8, 24, FEWEST, False),  # rows enough
-        (1, 2000, FEWEST, False),  # a prompt
+        (1, 24, FEWEST, True, False),
+        (1, 24, FEWEST - 64, False, False),  # short
+        (1, 24, FEWEST + 32, False, False),  # no whole parts
+        (8, 24, FEWEST, False, False),  # rows enough
+        (1, 2000, FEWEST, False, False),  # a prompt
+        (1, 24, 64, False, True),
+        (1, 24, 128, True, True),  # compiled layers read short caches in parts too
     ],
 )
-def test_parts_are_for_few_queries_over_long_caches(rows, queries, slots, wanted):
+def test_parts_are_for_few_queries_over_long_caches(rows, queries, slots, wanted, is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     query, key = torch.empty(rows, 8, queries, 4), torch.empty(rows, 8, slots, 4)
     assert reads_in_parts(query, key) == wanted
-
-
-def test_compiled_layers_read_short_caches_in_parts_too(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    query = torch.empty(1, 8, 24, 4)
-    assert [reads_in_parts(query, torch.empty(1, 8, slots, 4)) for slots in (64, 128, 704)] == [False, True, True]
 
 
 def test_a_long_cache_is_read_in_larger_parts():
     assert [part_size(slots) for slots in (128, 1984, 2048, 2048 + 64, 4096)] == [64, 64, 128, 64, 128]
 
 
-TREE = DynamicTree(num_nodes=4, depth=2, top_k=2)
-
-
-@pytest.mark.parametrize(("head_type", "tree"), [(None, None), ("eagle3", TREE)])
-def test_texts_are_the_same(head_type, tree, target, monkeypatch):
-    """As if this were a GPU and 64 slots were long: of the target and of heads with a cache."""
-    head = None
-    if head_type:
-        head = build_head(HEADS[head_type].config_class(type=head_type), target, seed=1).eval()
-    how: dict = {"max_new_tokens": 70, "eos_token_ids": [], "tree": tree if head else None}
+def test_texts_are_the_same(target, monkeypatch):
+    """As if this were a GPU and 64 slots were long: of the target and of a head with a cache."""
+    head = build_head(HEADS["eagle3"].config_class(type="eagle3"), target, seed=1).eval()
+    how: dict = {"max_new_tokens": 24, "eos_token_ids": [], "tree": DynamicTree(num_nodes=4, depth=2, top_k=2)}
     prompts, read = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]], []
     wanted = generate(target, head, prompts, **how).token_ids
 
@@ -93,4 +84,4 @@ def test_texts_are_the_same(head_type, tree, target, monkeypatch):
     monkeypatch.setattr(split_attention, "SMALL_PART", 16)
     monkeypatch.setattr(attention, "masked_attention", in_parts)
     assert generate(target, head, prompts, **how).token_ids == wanted
-    assert len(read) > 100 and max(read) >= 64
+    assert len(read) > 50 and max(read) >= 64

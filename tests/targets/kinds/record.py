@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headstart.engines.heads import HEADS
+from headstart.targets.weights.mtp_checkpoint import LAYOUTS
 from kind import Kind
-from kinds import GROUPS
+from kinds import GROUPS, without_recipe
 
 RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "targets.md"
@@ -21,7 +22,7 @@ COLUMNS = {
     "batches": ["batches", "batched trees"],
     "drafts for itself": ["draft model"],
 }
-
+TRAINING = {"transformers", "load", "train mtp"}  # the steps up to where an MTP module is trained
 
 INTRODUCTION = """# Which models work?
 
@@ -52,24 +53,23 @@ class Record:
     """Of one release of transformers."""
 
     transformers: str
-    outcomes: dict[str, dict[str, str]]  # by kind and step, all that was not ok, as `walk.walked` gives it
-    without_recipe: list[str]  # types of models in that release that no kind is of
+    outcomes: dict[str, dict[str, str]]  # by kind and step, all of `walk.walked` that is not `usual`
 
     @classmethod
     def read(cls) -> "Record":
         return cls(**json.loads(RECORD.read_text()))
 
     def write(self) -> None:
-        """The record, and the page of it."""
+        """The record, and the page of it with what the installed transformers has beside."""
         RECORD.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        PAGE.write_text(self.page())
+        PAGE.write_text(f"{self.page()}{', '.join(f'`{name}`' for name in without_recipe())}.\n")
 
     def page(self) -> str:
+        """All but the names of types without a recipe."""
         parts = [INTRODUCTION.format(count=len(self.outcomes), transformers=self.transformers, summary=self.summary())]
         for group, kinds in GROUPS.items():
             parts.append(f"## {group}\n\n{self.table(kinds)}")
-        missing = ", ".join(f"`{name}`" for name in self.without_recipe)
-        parts.append(f"## Without a recipe\n\n{WITHOUT_RECIPE}{missing}.\n")
+        parts.append(f"## Without a recipe\n\n{WITHOUT_RECIPE}")
         return "\n".join(parts)
 
     def summary(self) -> str:
@@ -109,13 +109,19 @@ class Record:
             told = [*{*bad.values()}] if is_one else [f"{step}: {why}" for step, why in bad.items()]
             cells.append(", ".join(told) or "yes")
         for verb in ("train", "export"):
-            bad = [step for step in found if step.startswith(verb) and not is_said(step, found[step])]
+            bad = [step for step in found if step.startswith(verb)]
             cells.append(", ".join(f"{step.split()[1]}: {no(step)}" for step in bad) or "yes")
         if all(f"train {family}" in found for family in HEADS):
             cells[-1] = ""  # there was nothing to export
         return f"| {' | '.join(cells)} |"
 
 
-def is_said(step: str, line: str) -> bool:
-    """Whether the introduction says it, as it is so for nearly all kinds."""
-    return step == "export mtp" and line.startswith("refused: ")
+def usual(kind: Kind, found: dict[str, str]) -> dict[str, str]:
+    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules with such a target.
+
+    Args: found: of a kind that cannot be trained so there is nothing to export."""
+    model_type, loaded = (kind.text or kind).model_type, ", ".join(LAYOUTS["deepseek_v3"].kinds)
+    if any(model_type in layout.kinds for layout in LAYOUTS.values()) or TRAINING & found.keys():
+        return {}
+    what = f"no engine loads MTP modules of layout deepseek_v3 with a {model_type} target, only with {loaded}"
+    return {"export mtp": f"refused: target MODEL: {what}; train eagle3 for this one"}

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of tests/words.py
-from kinds import KINDS, without_recipe  # noqa: E402
-from record import RECORD, Record  # noqa: E402
+from kinds import KINDS  # noqa: E402
+from record import RECORD, Record, usual  # noqa: E402
 from walk import walked  # noqa: E402
 
 
@@ -24,6 +24,8 @@ def walk(name: str) -> dict[str, str]:
     torch.set_num_threads(1)
     started = perf_counter()
     found = walked(KINDS[name])
+    said = usual(KINDS[name], found).items()
+    found = dict(one for one in found.items() if one not in said)
     words = [f"{step} {line.partition(':')[0]}" for step, line in found.items()]
     print(f"{name}, {perf_counter() - started:.0f} s: {', '.join(words) or 'all ok'}", flush=True)
     return found
@@ -37,7 +39,7 @@ def refresh(names: list[str]) -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = {**kept, **dict(zip(asked, pool.map(walk, asked), strict=True))}
     outcomes = {name: found[name] for name in KINDS if name in found}
-    Record(transformers.__version__, outcomes, without_recipe()).write()
+    Record(transformers.__version__, outcomes).write()
 
 
 if __name__ == "__main__":

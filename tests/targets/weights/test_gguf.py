@@ -68,11 +68,14 @@ def test_special_tokens_are_those_that_the_file_names(gguf_file, cache, monkeypa
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
-def test_it_is_dequantised_once(gguf_file, cache):
+def test_it_is_dequantised_once_and_another_file_of_that_name_too(gguf_file, cache, tmp_path):
     first = found_path(gguf_file)
     written = (cache / first).stat().st_mtime_ns
     assert found_path(gguf_file) == first and (cache / first).stat().st_mtime_ns == written
     assert [path.name for path in cache.iterdir()] == [first.rpartition("/")[2]], "nothing is left beside it"
+    other = tmp_path / gguf_file.name
+    other.write_bytes(gguf_file.read_bytes() + b"\0")
+    assert found_path(other) != first
 
 
 def test_of_two_at_once_one_dequantises_and_the_other_takes_that(gguf_file, cache, monkeypatch):
@@ -87,12 +90,6 @@ def test_of_two_at_once_one_dequantises_and_the_other_takes_that(gguf_file, cach
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(gguf_folder, [gguf_file, gguf_file]))
     assert folders[0] == folders[1] and len(begun) == 1
-
-
-def test_another_file_of_the_same_name_gets_another_folder(gguf_file, cache, tmp_path):
-    other = tmp_path / gguf_file.name
-    other.write_bytes(gguf_file.read_bytes() + b"\0")
-    assert found_path(other) != found_path(gguf_file)
 
 
 @pytest.mark.parametrize("left_out", ["blk.1.", "blk.0.ffn_up.weight", "output_norm.weight"])

@@ -231,6 +231,7 @@ def test_the_first_draft_is_the_formula(checkpoint, kind):
     assert starts.valid[0, :, 0].any()
 
 
+@pytest.mark.fast_only(kind=["dense", "moe wrapper", "glm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_without_modules_gets_them_as_published(kind, tmp_path):
     config, _, count = KINDS[kind]
