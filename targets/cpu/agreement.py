@@ -21,6 +21,7 @@ NUM_TOKENS = 24  # of the text on which layers are compared
 # how far states may be apart by rounding: a share of what a layer adds, and a step of bf16 of the whole state; that far
 # on average over the tokens, and MOST times as far at one of them
 USUALLY_OFF, STEP, MOST = 0.03, 2**-7, 4
+MOST_TIES = 2  # of the tokens, where a layer has experts
 ALMOST_ALL = 0.98  # of a norm's results: those that are rounded elsewhere agree in fewer
 ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [F.silu, lambda x: F.gelu(x, approximate="tanh")]  # as kernels.cpp has
 
@@ -39,6 +40,7 @@ class Arithmetic:
     by_pairs: bool = False
     norms_all_heads: bool = False
     is_parallel: bool = False
+    shares_add_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,10 @@ def arithmetics(parts: Sequence[LayerParts], config: Any) -> Iterator[Arithmetic
     kind."""
     first = parts[0]
     norm = next((norm_arithmetic(module) for module in first.norms.values()), None)
-    act = getattr(first.mlp, "act_fn", None) or getattr(first.mlp, "activation_fn", None)
+    act = getattr(first.mlp.module, "act_fn", None) or getattr(first.mlp.module, "activation_fn", None)
     activation = None if act is None else activation_of(act)
-    if norm is None or activation is None:
+    sums = {shares_add_up(part.mlp.router) for part in parts if part.mlp.router is not None} or {False}
+    if norm is None or activation is None or len(sums) > 1 or None in sums:
         return
     query_norm: Any = first.norms.get("query_norm")
     base = replace(
@@ -132,6 +135,7 @@ def arithmetics(parts: Sequence[LayerParts], config: Any) -> Iterator[Arithmetic
         activation=activation,
         norms_all_heads=query_norm is not None and query_norm.weight.numel() != first.attention.head_dim,
         is_parallel="mlp_norm" not in first.norms and "mlp_after" not in first.norms,
+        shares_add_up=True in sums,
     )
     scales = {1.0, float(getattr(config, "residual_multiplier", None) or 1.0)}
     caps = {0.0, float(getattr(first.attention, "attn_logit_softcapping", None) or 0.0)}
@@ -173,9 +177,28 @@ def activation_of(function: Callable[[Tensor], Tensor]) -> int | None:
     return next((i for i, known in enumerate(ACTIVATIONS) if torch.allclose(found, known(x), atol=1e-6)), None)
 
 
-def distance(ours: Tensor, seen: Layerwise, layer: int) -> float:
-    """How far our states [1, T, D] behind a layer are from the model's: up to 1 by rounding alone, else infinite."""
+def shares_add_up(router: Any) -> bool | None:
+    """Whether a router divides the shares of a token's experts by their sum; None if it does not choose the largest of
+    a softmax over all."""
+    x = torch.randn(64, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(router.weight.dtype)
+    try:
+        _, shares, chosen = router(x)
+    except Exception:  # of unknown code
+        return None
+    largest = F.linear(x, router.weight).float().softmax(-1).topk(router.top_k)
+    if not torch.equal(chosen, largest.indices):
+        return None
+    ways = {True: largest.values / largest.values.sum(-1, keepdim=True), False: largest.values}
+    return next((adds for adds, values in ways.items() if torch.allclose(shares.float(), values, atol=2**-7)), None)
+
+
+def distance(ours: Tensor, seen: Layerwise, layer: int, *, num_ties: int = 0) -> float:
+    """How far our states [1, T, D] behind a layer are from the model's: up to 1 by rounding alone, else infinite.
+
+    Args: num_ties: of so many tokens a router may choose another expert, whose score is the same but for rounding.
+    """
     before, after = seen.entering[layer].float(), seen.leaving[layer].float()
     off, added = (ours.float() - after).norm(dim=-1), (after - before).norm(dim=-1)
-    share = off / (USUALLY_OFF * added + STEP * after.norm(dim=-1))  # [1, T]
+    share = (off / (USUALLY_OFF * added + STEP * after.norm(dim=-1))).flatten()  # [T]
+    share = share.sort().values[: len(share) - num_ties]
     return float(share.mean()) if share.mean() <= 1 and share.max() <= MOST else math.inf

@@ -20,6 +20,7 @@ from ..layers.output_use import logits_by_bits, rises
 from ..layers.rotary import Tables
 from . import structs
 from .agreement import (
+    MOST_TIES,
     NUM_TOKENS,
     Arithmetic,
     LayerAttention,
@@ -62,14 +63,17 @@ class CpuLayers:
         attentions: Sequence[LayerAttention],
     ):
         """Args: layers: alike except for the input size of the first one's attention. parts, attentions: by layer."""
-        self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_size = parts[0].sizes
+        self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = parts[0].sizes
         conv = getattr(layers[0], CONVOLUTIONS[0], None)
         self.num_groups = 0 if conv is None else conv.kernel_projection.out_features // conv.base_kernel[..., 0].numel()
         self.read_size = parts[0].inputs[0].in_features
         self.weights = [part.weights(layer) for part, layer in zip(parts, layers, strict=True)]
         self.layers = (structs.Layer * len(layers))()
         self.set_arithmetic(how, attentions)
-        for layer, weights in zip(self.layers, self.weights, strict=True):
+        for layer, part, weights in zip(self.layers, parts, self.weights, strict=True):
+            layer.mlp = part.mlp.size
+            if (router := part.mlp.router) is not None:
+                layer.num_experts, layer.num_chosen = len(router.weight), router.top_k
             for name, weight in zip(LayerWeights._fields, weights, strict=True):
                 setattr(layer, name, structs.address_of(weight))
 
@@ -170,7 +174,6 @@ class CpuLayers:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            mlp=self.mlp_size,
             read_size=self.read_size,
             num_rows=x.shape[0],
             num_queries=x.shape[1],
@@ -192,6 +195,7 @@ class CpuLayers:
             by_pairs=how.by_pairs,
             norms_all_heads=how.norms_all_heads,
             is_parallel=how.is_parallel,
+            shares_add_up=how.shares_add_up,
             ring=ring,
         )
 
@@ -200,7 +204,8 @@ def parts_of_all(layers: Sequence[Any]) -> list[LayerParts] | None:
     """The parts of these layers if the kernels are available and support them: of the same sizes, in bf16."""
     parts = [parts_of(layer) for layer in layers]
     known = [part for part in parts if part is not None and part.is_multiplied]
-    is_fit = len(known) == len(layers) > 0 and len({part.sizes for part in known}) == 1
+    routers = {(len(part.mlp.router.weight), part.mlp.router.top_k) for part in known if part.mlp.router is not None}
+    is_fit = len(known) == len(layers) > 0 and len({part.sizes for part in known}) == 1 and len(routers) <= 1
     return known if is_fit and kernels() is not None else None
 
 
@@ -336,10 +341,12 @@ def agreeing(
     found, total = [], 0.0
     for i, attention in enumerate(attentions):
         tried: list[tuple[float, LayerAttention]] = []
+        num_ties = MOST_TIES if layers.layers[i].num_experts else 0
         for rope in dict.fromkeys((attention.rope, -1)):
             chosen = replace(attention, rope=rope)
             layers.set_arithmetic(how, [*found, chosen, *attentions[i + 1 :]])
-            tried.append((max(distance(layer_output(layers, i, ropes, seen), seen, i) for seen in texts), chosen))
+            off = (distance(layer_output(layers, i, ropes, seen), seen, i, num_ties=num_ties) for seen in texts)
+            tried.append((max(off), chosen))
         off, chosen = min(tried, key=lambda one: one[0])
         if math.isinf(off):
             return None

@@ -46,9 +46,12 @@ struct Layer {
   const bf16 *attention_after, *mlp_after;           // gains [D] of norms behind attention and MLP
   const bf16 *output_bias, *gate_up_bias, *down_bias;  // [D]; [2 F], the gate's first; [D]
   const bf16* sinks;                                 // [N] scores of nothing, to which a head may attend
+  const bf16* router;  // scores of the experts, whose gate_up and down follow each other; null: one MLP for all tokens
   bf16* kept;  // [M, D] for what enters the layer; null: not wanted
   int64_t window;  // a token sees so many slots, its own included; 0: all
   int64_t rope;    // which of the rotary tables; -1: none
+  int64_t mlp;     // channels of the MLP, or of each expert's
+  int64_t num_experts, num_chosen;  // of these for each token
   float scale;     // of the attention's scores
 };
 
@@ -77,7 +80,7 @@ struct Ring {
 // One forward over B rows of Q tokens each. Keys of layer i lie in the cache at i * layer_stride, [B, Nkv, slots, H], and
 // its values at value_stride behind them; strides are in elements.
 struct Forward {
-  int64_t hidden, num_heads, num_kv_heads, head_dim, mlp, read_size;
+  int64_t hidden, num_heads, num_kv_heads, head_dim, read_size;
   int64_t num_rows, num_queries, extent;  // B, Q, and the slots that a mask tells of
   int64_t layer_stride, value_stride, row_stride, head_stride;
   int64_t num_threads;
@@ -100,6 +103,7 @@ struct Forward {
   bool by_pairs;        // whether channels 2i and 2i + 1 are rotated together, instead of i and rotary_size / 2 + i
   bool norms_all_heads;  // whether query_norm and key_norm are of all heads together
   bool is_parallel;     // whether attention and MLP read the same, by attention_norm
+  bool shares_add_up;   // whether the shares of a token's experts are divided by their sum
   Ring ring;
 };
 
@@ -273,20 +277,26 @@ void in_parts(const bf16* x, int64_t M, int64_t K, Each each) {
   for (int64_t first = 0; first < M; first += PART) each(first, Rows(x + first * K, std::min(PART, M - first), K));
 }
 
+constexpr int64_t num_blocks(int64_t N) { return (N + BLOCK - 1) / BLOCK; }
+
+// One block of `product`, of the tokens from `first` on that the rows hold.
+template <class Then>
+void product_block(const Rows& rows, int64_t first, const bf16* w, int64_t N, int64_t block, Then then) {
+  alignas(64) float out[TILE * BLOCK];
+  for (int tile = 0; tile < rows.num_tiles(); tile++) {
+    rows.multiply(tile, w + block * BLOCK * rows.K, out);
+    for (int64_t m = rows.begin(tile), i = 0; m < rows.begin(tile + 1); m++, i++)
+      for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < N; j += LANES, n += LANES)
+        then(first + m, n, load(out + i * BLOCK + j), std::min<int64_t>(LANES, N - n));
+  }
+}
+
 // Within a parallel region: then(token, output, sums, n) for each token and LANES outputs from `output` on, n of them real.
 template <class Then>
 void product(const bf16* x, int64_t M, int64_t K, const bf16* w, int64_t N, Then then) {
   in_parts(x, M, K, [&](int64_t first, const Rows& rows) {
 #pragma omp for
-    for (int64_t block = 0; block < (N + BLOCK - 1) / BLOCK; block++) {
-      alignas(64) float out[TILE * BLOCK];
-      for (int tile = 0; tile < rows.num_tiles(); tile++) {
-        rows.multiply(tile, w + block * BLOCK * K, out);
-        for (int64_t m = rows.begin(tile), i = 0; m < rows.begin(tile + 1); m++, i++)
-          for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < N; j += LANES, n += LANES)
-            then(first + m, n, load(out + i * BLOCK + j), std::min<int64_t>(LANES, N - n));
-      }
-    }
+    for (int64_t block = 0; block < num_blocks(N); block++) product_block(rows, first, w, N, block, then);
   });
 }
 
@@ -515,6 +525,66 @@ static Floats all_of(bf16 number) {
   return all(wide);
 }
 
+// The tokens of a forward by the experts that a router chose for them: pair p = m * num_chosen + j is token m's j-th.
+struct Routed {
+  std::vector<int64_t> experts, places;  // by pair: its expert, and where it is in the order of experts
+  std::vector<int64_t> begins, hit;      // where an expert's places begin; the experts that have any
+  std::vector<float> shares;             // by pair, of what is added
+
+  // The num_chosen largest of scores [num_experts], the first of those that tie, and their softmax over all.
+  void choose(int64_t m, const bf16* scores, const Layer& w, bool shares_add_up) {
+    std::vector<float> held(w.num_experts + LANES);
+    Floats most = all(-INFINITY), total = all(0);
+    for (int64_t i = 0; i < w.num_experts; i += LANES)
+      most = max(most, behind(load(scores + i, w.num_experts - i), w.num_experts - i, -INFINITY));
+    most = all(largest(most));
+    for (int64_t i = 0; i < w.num_experts; i += LANES) {
+      Floats part = behind(exponential(load(scores + i, w.num_experts - i) - most), w.num_experts - i, 0);
+      total = total + part;
+      store(&held[i], part);
+    }
+    float whole = sum(total), chosen = 0;
+    for (int64_t p = m * w.num_chosen; p < (m + 1) * w.num_chosen; p++) {
+      auto best = std::max_element(held.begin(), held.begin() + w.num_experts);
+      experts[p] = best - held.begin();
+      chosen += shares[p] = *best / whole;
+      *best = -1;
+    }
+    for (int64_t p = m * w.num_chosen; shares_add_up && p < (m + 1) * w.num_chosen; p++) shares[p] /= chosen;
+  }
+
+  void resize(int64_t num_pairs) {
+    experts.resize(num_pairs);
+    places.resize(num_pairs);
+    shares.resize(num_pairs);
+  }
+
+  void sort(int64_t num_experts) {
+    begins.assign(num_experts + 1, 0);
+    hit.clear();
+    for (int64_t expert : experts) begins[expert + 1]++;
+    for (int64_t e = 0; e < num_experts; e++) {
+      if (begins[e + 1]) hit.push_back(e);
+      begins[e + 1] += begins[e];
+    }
+    std::vector<int64_t> next(begins);
+    for (int64_t p = 0; p < (int64_t)experts.size(); p++) places[p] = next[experts[p]]++;
+  }
+};
+
+// Within a parallel region: each(rows, first, expert, block) for every block of N outputs of every expert with tokens, of
+// which `rows` are those from place `first` on.
+template <class Each>
+void by_experts(const Routed& routed, const bf16* x, int64_t K, int64_t N, Each each) {
+  int64_t blocks = num_blocks(N), num = routed.hit.size();
+#pragma omp for
+  for (int64_t task = 0; task < num * blocks; task++) {
+    int64_t e = routed.hit[task / blocks], begin = routed.begins[e];
+    in_parts(x + begin * K, routed.begins[e + 1] - begin, K,
+             [&](int64_t first, const Rows& rows) { each(rows, begin + first, e, task % blocks); });
+  }
+}
+
 // Within a parallel region: x [M, D] becomes, in place, (taps[0] + a) x + (taps[1] + b) x of the token before, nothing for
 // a row's first; a and b, one for each group of channels, lie in corrections [M, 2, 2, num_groups], where `corrections`
 // points to those of these taps.
@@ -563,7 +633,19 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
   int64_t D = s.hidden, H = s.head_dim, N = s.num_heads, kv = s.num_kv_heads, Q = s.num_queries, M = s.num_rows * Q;
   int64_t width = (N + 2 * kv) * H, extent = s.mask ? s.extent : *std::max_element(s.last, s.last + M) + 1;
   if (s.ring.size) extent = std::min(extent, s.ring.sink + s.ring.size);
-  std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), active(M * s.mlp), corrections(M * 4 * s.num_groups);
+  std::vector<bf16> normed(M * D), projected(M * width), mixed(M * N * H), corrections(M * 4 * s.num_groups);
+  std::vector<bf16> scored, gathered, active, given;  // of the experts, or of the MLP
+  Routed routed;
+  for (int64_t i = 0; i < num_layers; i++) {
+    const Layer& w = layers[i];
+    int64_t num = w.router ? M * w.num_chosen : M;
+    active.resize(std::max<int64_t>(active.size(), num * w.mlp));
+    if (!w.router) continue;
+    routed.resize(num);
+    scored.resize(M * w.num_experts);
+    gathered.resize(num * D);
+    given.resize(num * D);
+  }
   std::vector<int32_t> seen(M * extent);
   std::vector<int64_t> num_seen(M, 0);  // how many slots a token sees
   std::vector<int64_t> shared(M, 0);    // how many of the first of these are those of the token before it
@@ -610,6 +692,40 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
         for (int64_t n = 0; n < D; n += LANES) added(x + m * D + n, load(to + m * D + n, D - n), D - n);
       }
     };
+    // What a token's experts give, by their shares: one sum in the order of its experts, so no token depends on others.
+    auto mixture = [&](const bf16* from, const Layer& w, auto activate) {
+      int64_t E = w.num_experts, k = w.num_chosen;
+      product(from, M, D, w.router, E, [&](int64_t m, int64_t n, Floats sum, int64_t count) {
+        store(&scored[m * E + n], sum, count);
+      });
+#pragma omp for
+      for (int64_t m = 0; m < M; m++) routed.choose(m, &scored[m * E], w, s.shares_add_up);
+#pragma omp single
+      routed.sort(E);
+#pragma omp for
+      for (int64_t p = 0; p < M * k; p++) std::memcpy(&gathered[routed.places[p] * D], from + p / k * D, D * sizeof(bf16));
+      by_experts(routed, gathered.data(), D, w.mlp, [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
+        activate(rows, first, w.gate_up + e * 2 * num_blocks(w.mlp) * BLOCK * D, block);
+      });
+      by_experts(routed, active.data(), w.mlp, D, [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
+        const bf16* weights = w.down + e * num_blocks(D) * BLOCK * w.mlp;
+        product_block(rows, first, weights, D, block, [&](int64_t place, int64_t n, Floats sum, int64_t count) {
+          store(&given[place * D + n], sum, count);
+        });
+      });
+#pragma omp for
+      for (int64_t m = 0; m < M; m++) {
+        bf16* to = normed.data() + m * D;
+        for (int64_t n = 0; n < D; n += LANES) {
+          Floats sum = all(0);
+          for (int64_t p = m * k; p < (m + 1) * k; p++)
+            sum = sum + rounded(load(&given[routed.places[p] * D + n], D - n) * all(routed.shares[p]));
+          store(to + n, sum, D - n);
+        }
+        if (w.mlp_after) normalise(to, w.mlp_after, to, D, s.norm);
+        for (int64_t n = 0; n < D; n += LANES) added(x + m * D + n, load(to + n, D - n), D - n);
+      }
+    };
     for (int64_t i = 0; i < num_layers; i++) {
       const Layer& w = layers[i];
       bf16* keys = s.cache + i * s.layer_stride;
@@ -651,27 +767,32 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
         for (int64_t m = 0; m < M; m++) normalise(x + m * D, w.mlp_norm, &normed[m * D], D, s.norm);
       }
       convolve_before(w.mlp_taps, w.mlp_correction);
+      auto activate = [&](const Rows& rows, int64_t first, const bf16* weights, int64_t block) {
+        alignas(64) float gate[TILE * BLOCK], up[TILE * BLOCK];
+        weights += 2 * block * BLOCK * D;
+        for (int tile = 0; tile < rows.num_tiles(); tile++) {
+          rows.multiply(tile, weights, gate);
+          rows.multiply(tile, weights + BLOCK * D, up);
+          for (int64_t m = rows.begin(tile), k = 0; m < rows.begin(tile + 1); m++, k++)
+            for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < w.mlp; j += LANES, n += LANES) {
+              Floats g = rounded(load(gate + k * BLOCK + j)), u = rounded(load(up + k * BLOCK + j));
+              if (w.gate_up_bias) {
+                g = rounded(g + load(w.gate_up_bias + n, w.mlp - n));
+                u = rounded(u + load(w.gate_up_bias + w.mlp + n, w.mlp - n));
+              }
+              store(&active[(first + m) * w.mlp + n], rounded(activated(g, s.activation)) * u, w.mlp - n);
+            }
+        }
+      };
+      if (w.router) {
+        mixture(mlp_read, w, activate);
+        continue;
+      }
       in_parts(mlp_read, M, D, [&](int64_t first, const Rows& rows) {
 #pragma omp for
-        for (int64_t block = 0; block < (s.mlp + BLOCK - 1) / BLOCK; block++) {
-          alignas(64) float gate[TILE * BLOCK], up[TILE * BLOCK];
-          const bf16* weights = w.gate_up + 2 * block * BLOCK * D;
-          for (int tile = 0; tile < rows.num_tiles(); tile++) {
-            rows.multiply(tile, weights, gate);
-            rows.multiply(tile, weights + BLOCK * D, up);
-            for (int64_t m = rows.begin(tile), k = 0; m < rows.begin(tile + 1); m++, k++)
-              for (int64_t n = block * BLOCK, j = 0; j < BLOCK && n < s.mlp; j += LANES, n += LANES) {
-                Floats g = rounded(load(gate + k * BLOCK + j)), u = rounded(load(up + k * BLOCK + j));
-                if (w.gate_up_bias) {
-                  g = rounded(g + load(w.gate_up_bias + n, s.mlp - n));
-                  u = rounded(u + load(w.gate_up_bias + s.mlp + n, s.mlp - n));
-                }
-                store(&active[(first + m) * s.mlp + n], rounded(activated(g, s.activation)) * u, s.mlp - n);
-              }
-          }
-        }
+        for (int64_t block = 0; block < num_blocks(w.mlp); block++) activate(rows, first, w.gate_up, block);
       });
-      add_product(active.data(), s.mlp, w.down, w.down_bias, w.mlp_taps, w.mlp_after);
+      add_product(active.data(), w.mlp, w.down, w.down_bias, w.mlp_taps, w.mlp_after);
     }
 #pragma omp for
     for (int64_t m = 0; m < M; m++)
@@ -703,7 +824,7 @@ extern "C" void multiply(const bf16* x, int64_t M, int64_t K, const bf16* w, int
 // y [S, N] of tokens [S, K] in the order of their experts: those from begins[e] to begins[e + 1] by the e-th blocked weight
 extern "C" void multiply_experts(const bf16* x, const int64_t* begins, int64_t num_experts, int64_t K, const bf16* w,
                                  int64_t N, bf16* y, int64_t num_threads) {
-  int64_t size = (N + BLOCK - 1) / BLOCK * BLOCK * K;
+  int64_t size = num_blocks(N) * BLOCK * K;
 #pragma omp parallel num_threads(num_threads)
   for (int64_t e = 0; e < num_experts; e++)
     if (int64_t begin = begins[e], M = begins[e + 1] - begin; M > 0)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class LayerWeights(NamedTuple):
-    """For F channels of the MLP. Biases, sinks and norms only in some families; convolutions with G groups of channels
-    around attention and MLP in DFlash2's layers."""
+    """For F channels of the MLP, or of each of E experts, whose gate_up and down follow each other. Biases, sinks and
+    norms only in some families; convolutions with G groups of channels around attention and MLP in DFlash2's layers."""
 
     attention_norm: Any  # [D] or None
     qkv: Tensor  # [(N + 2 Nkv) H, D]
@@ -28,3 +28,4 @@ class LayerWeights(NamedTuple):
     gate_up_bias: Tensor | None = None  # [2 F]
     down_bias: Tensor | None = None  # [D]
     sinks: Tensor | None = None  # [N] scores of nothing
+    router: Tensor | None = None  # [E, D]

@@ -38,10 +38,14 @@ def multiplied_weights(module: nn.Module) -> list[Tensor]:
     transformers has them."""
     if type(module) is nn.Linear:
         return [module.weight] if is_multiplied(module.weight) else []
-    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj")):
+    if not has_experts(module):
         return []
     weights = experts_of(module)
     return weights if all(weight.ndim == 3 and is_multiplied(weight[0]) for weight in weights) else []
+
+
+def has_experts(module: Any) -> bool:
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
 
 
 def experts_of(module: Any) -> list[Tensor]:

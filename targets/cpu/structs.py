@@ -24,7 +24,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ADDRESS) for name in (*LayerWeights._fields, "kept")),
-        *of_type(NUMBER, "window rope"),
+        *of_type(NUMBER, "window rope mlp num_experts num_chosen"),
         ("scale", ctypes.c_float),
     ]
 
@@ -45,7 +45,7 @@ class Forward(ctypes.Structure):
     """One forward over B rows of Q tokens each."""
 
     _fields_ = [
-        *of_type(NUMBER, "hidden num_heads num_kv_heads head_dim mlp read_size"),
+        *of_type(NUMBER, "hidden num_heads num_kv_heads head_dim read_size"),
         *of_type(NUMBER, "num_rows num_queries extent"),
         *of_type(NUMBER, "layer_stride value_stride row_stride head_stride num_threads"),
         ("cache", ADDRESS),
@@ -54,7 +54,7 @@ class Forward(ctypes.Structure):
         *of_type(NUMBER, "num_outputs num_groups rotary_size activation"),
         *of_type(ctypes.c_float, "soft_cap residual_scale"),
         ("norm", Norm),
-        *of_type(ctypes.c_bool, "by_pairs norms_all_heads is_parallel"),
+        *of_type(ctypes.c_bool, "by_pairs norms_all_heads is_parallel shares_add_up"),
         ("ring", Ring),
     ]
 
