@@ -46,14 +46,12 @@ class BlockConfig(HeadConfig):
     # channels that share a correction of DFlash2's convolutions; None: there are none
     conv_group_size: int | None = None
     selector_rank: int = 0  # rank by which DFlash2's selector or LiLiCorr's lattice scores pairs of tokens; 0: neither
-    selector_top_k: int = 16  # tokens of each slot that it chooses from
-    selector_weight: float = 1.0  # of its loss, `selection`, beside `loss`
+    selector_top_k: int = 16  # tokens of each slot that it chooses from, by the loss `selection` beside `loss`
     lattice_layers: int = 0  # of LiLiCorr's lattice; 0: the selector is DFlash2's
     lattice_size: int = 128  # of these layers; that of the target's states: embeddings are read as they are
     lattice_heads: int = 4
     lattice_mlp_ratio: float = 2.0  # of the MLP's channels to lattice_size
     lattice_scale: float = 10.0  # logits are the cosines of vectors times this
-    has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
     start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
@@ -65,7 +63,7 @@ class BlockConfig(HeadConfig):
         super().__post_init__()
         self.check_least(1, "num_layers", "blocks_per_row", "conv_group_size", "selector_top_k")
         self.check_least(0, "markov_rank", "mask_token_id", "confidence_weight", "selector_rank")
-        self.check_least(0, "selector_weight", "lattice_layers")
+        self.check_least(0, "lattice_layers")
         self.check_least(1, "lattice_size", "lattice_heads", "lattice_mlp_ratio")
         num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
         if self.sliding_window is not None and self.sliding_window < num_slots:
@@ -119,8 +117,7 @@ class BlockNetwork(Windowed, DraftHead):
         group = config.conv_group_size
         if group is not None and size % group:
             raise BadInput(f"head.conv_group_size {group}: does not divide the hidden size {size}")
-        layer = partial(BlockLayer, self.llama, has_head_norms=config.has_head_norms, conv_group_size=group)
-        self.layers = nn.ModuleList(layer() for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(self.llama, conv_group_size=group) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(self.llama)
         rank = config.markov_rank
@@ -273,7 +270,7 @@ class BlockNetwork(Windowed, DraftHead):
             mix = {**spec.mix, "confidence": config.confidence_weight}
             spec = replace(spec, mix=mix, confidence=self.confidence_head)
         if self.chooser is not None:
-            mix = {**spec.mix, "selection": config.selector_weight}
+            mix = {**spec.mix, "selection": 1.0}
             spec = replace(spec, mix=mix, select=self.select, candidates=self.candidates)
         return spec
 

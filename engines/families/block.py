@@ -226,7 +226,7 @@ class BlockServing(Serving):
     keeps_vocabulary = True
     key_types = {"dflash_config": dict, "markov_rank": int}
     computes = tuple(
-        "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence has_head_norms "
+        "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence "
         "mask_token_id selector_top_k lattice_layers lattice_size lattice_heads lattice_mlp_ratio lattice_scale".split()
     )
     in_sglang = "SGLang lets a slot see earlier slots only"
@@ -246,7 +246,6 @@ class BlockServing(Serving):
                 head.config["architectures"] == [LILICORR] and own["selector_top_k"] not in choosers.WIDTHS
             ),
             "lattice_layers: the speculators layout has no lattice": to == "speculators" and own["lattice_layers"],
-            "has_head_norms false: engines normalise queries and keys of heads": not own["has_head_norms"],
             "output own: SGLang's DFlash drafts with the target's output layer": is_bound and own["output"] == "own",
         }
         found = [f"{problem}: nothing written" for problem, is_there in problems.items() if is_there]
@@ -306,7 +305,6 @@ class BlockServing(Serving):
             "selector_rank": 0 if selector is None else selector.shape[1],
             "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
             **(lattice_of(config, target.hidden_size) if config.read("architectures", list[str]) == [LILICORR] else {}),
-            "has_head_norms": f"layers.0.{QUERY_NORM[0]}.weight" in tensors,
             "output": "own" if LM_HEAD.name in tensors else "shared",
             "mask_token_id": config.need("mask_token_id", int),
             "architecture": architecture_of(TypedKeys(layer, config.where).without("sliding_window"), target),

@@ -22,7 +22,7 @@ def naive_eagle(head, batch, row, t, num_depths):
             hidden = llama_layer(layer, hidden, head.llama, is_normed=i > 0)
         yield hidden[-1]
         if len(features) + 1 < len(ids):
-            features = torch.cat([features, hidden[-1:].detach() if head.config.detach else hidden[-1:]])
+            features = torch.cat([features, hidden[-1:].detach()])
 
 
 def smooth_l1(a, b):
@@ -52,7 +52,6 @@ def naive_loss(head, batch, *, feature_weight, token_weight):
 CASES = {
     "EAGLE-1": {"num_depths": 1},
     "HASS": {"num_depths": 3, "depth_decay": 1.0},
-    "gradients through all depths": {"num_depths": 3, "detach": False, "depth_decay": 0.8},
     "two layers": {"num_depths": 3, "num_layers": 2, "bias": True},
 }
 
@@ -113,4 +112,4 @@ def test_shipped_configs_are_the_papers():
             configs[path.stem] = build(EagleConfig, read_config(path)["head"], where="head")
     eagle, hass = configs["eagle"], configs["hass"]
     assert (eagle.type, eagle.num_depths, eagle.noise, eagle.num_layers) == ("eagle", 1, 0.2, 1)
-    assert (hass.type, hass.num_depths, hass.noise, hass.detach, hass.depth_decay) == ("eagle", 3, 0.2, True, 1.0)
+    assert (hass.type, hass.num_depths, hass.noise, hass.depth_decay) == ("eagle", 3, 0.2, 1.0)

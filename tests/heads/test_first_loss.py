@@ -6,6 +6,7 @@ seen. Targets are random ones whose residual stream and final norm are as large 
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -70,10 +71,9 @@ def first_loss(case: str, target: Target) -> torch.Tensor:
     """[K] in nats above even guessing's."""
     family, *words = case.split()
     options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
-    if "selector_rank" in options:
-        options["selector_weight"] = 0.0  # no part of soft_ce
-    config = HEADS[family].config_class(type=family, loss={"soft_ce": 1.0}, **options)
-    head = build_head(config, target, seed=1)
+    head: Any = build_head(HEADS[family].config_class(type=family, **options), target, seed=1)
+    spec_of = head.loss_spec
+    head.loss_spec = lambda depth: replace(spec_of(depth), mix={"soft_ce": 1.0})  # without what a family adds
     *rows, unseen = batches_of(target, head)
     head.begin_training(iter(rows))
     with torch.no_grad():

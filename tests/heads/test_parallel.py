@@ -73,10 +73,10 @@ def test_a_round_reads_once_and_any_k_or_tree_keeps_the_text(family, target, mon
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_trains_on_fewer_chains_at_each_depth(family, target):
     torch.manual_seed(1)
-    head = built(family, target, depth_share=0.5, depth_least=0.25, chains_per_row=300)
+    head = built(family, target, num_depths=7, chains_per_row=300)
     starts = head.training_starts(torch.arange(1000)[None] > 9)
     shares = starts.valid[0].float().mean(0).tolist()
-    assert starts.valid.shape[1] == 300 and shares == pytest.approx([1, 0.5, 0.25, 0.25], abs=0.08)
+    assert starts.valid.shape[1] == 300 and shares == pytest.approx([1, 0.7, 0.49, 0.343, 0.24, 0.2, 0.2], abs=0.08)
     assert (starts.valid[..., 1:] <= starts.valid[..., :-1]).all(), "a depth goes on from the one before"
 
 
