@@ -23,7 +23,7 @@ from .nn.candidates import Chooser, only
 from .nn.dflash2 import CandidateSelector
 from .nn.kept import layer_bytes
 from .nn.layers import RMSNorm, llama_config
-from .nn.lilicorr import CandidateLattice, LatticeSizes
+from .nn.lilicorr import CandidateLattice
 from .nn.mask_token import mask_token_of
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
@@ -126,8 +126,20 @@ class BlockNetwork(Windowed, DraftHead):
         self.candidate_selector = self.lilicorr = None
         top_k = min(config.selector_top_k, self.num_drafted)
         if config.lattice_layers:
-            how = {"eps": eps, "embed": target.embed, "to_target": self.to_target}
-            self.lilicorr = CandidateLattice(lattice_sizes(config, top_k), size, **how)
+            self.lilicorr = CandidateLattice(
+                size,
+                num_slots=config.num_depths,
+                top_k=top_k,
+                rank=config.selector_rank,
+                num_layers=config.lattice_layers,
+                size=config.lattice_size,
+                num_heads=config.lattice_heads,
+                mlp_ratio=config.lattice_mlp_ratio,
+                scale=config.lattice_scale,
+                eps=eps,
+                embed=target.embed,
+                to_target=self.to_target,
+            )
         elif rank := config.selector_rank:
             sizes = target.vocab_size, self.num_drafted, size
             self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=top_k)
@@ -285,17 +297,3 @@ class BlockNetwork(Windowed, DraftHead):
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
-
-
-def lattice_sizes(config: BlockConfig, top_k: int) -> LatticeSizes:
-    """The sizes of the lattice that a config asks for."""
-    return LatticeSizes(
-        num_slots=config.num_depths,
-        top_k=top_k,
-        rank=config.selector_rank,
-        num_layers=config.lattice_layers,
-        size=config.lattice_size,
-        num_heads=config.lattice_heads,
-        mlp_ratio=config.lattice_mlp_ratio,
-        scale=config.lattice_scale,
-    )

@@ -80,9 +80,6 @@ class EagleHead(RecurrentHead):
             "model_type": "llama",
             **serving_keys(self.llama, num_layers=self.config.num_layers),
             "vocab_size": self.target.vocab_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
         }
 
     @property
