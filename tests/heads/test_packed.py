@@ -48,7 +48,7 @@ class Versions:
         return self.wide, self.plain, self.packed
 
 
-@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def versions(request, tiny_model):
     family, options = request.param
     options = dict(options)
