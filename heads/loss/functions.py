@@ -43,7 +43,6 @@ class LossSpec:
     predicted_state: TensorMap  # [n, D] hidden -> [n, D] the head's estimate of the target's post-norm state
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
     restricted_logits: TensorMap  # [n, D] post-norm state -> [n, Vd] those of the tokens that can be drafted
-    confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
     # hidden [n, D], logits [n, Vd] -> draft ids [n, k] of the tokens among which drafting chooses; None: all
     candidates: Callable[[Tensor, Tensor], Tensor] | None = None
     # hidden [n, D], and their logits and draft ids [n, k] -> [n, k] by which it chooses
@@ -242,14 +241,6 @@ def feature(rows: Rows) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none").mean(-1)
 
 
-def confidence(rows: Rows) -> Tensor:
-    """Binary cross entropy of the head's estimate of acceptance, against the probability that a sampled draft is
-    accepted (DSpark: 1.0 beside hard_ce 0.1 and l1 0.9)."""
-    assert rows.spec.confidence is not None
-    estimate = rows.spec.confidence(rows.hidden).float()
-    return F.binary_cross_entropy_with_logits(estimate, rows.overlap.detach().clamp(0, 1), reduction="none")
-
-
 def selection(rows: Rows) -> Tensor:
     """Cross entropy of the choice among a slot's candidates; a label that is none of them contributes zero (DFlash2:
     1.0 beside hard_ce 1.0)."""
@@ -260,8 +251,7 @@ def selection(rows: Rows) -> Tensor:
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss for loss in (hard_ce, greedy_gce, soft_ce, restricted_ce, kl, topk_ce, l1, feature)
 }
-# including those that heads with a confidence head or a selector add to their mix
-ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}
+ALL_LOSSES = {**LOSSES, "selection": selection}  # including what heads that choose among candidates add to their mix
 
 
 def reads_all_logits(mix: Mapping[str, float]) -> bool:

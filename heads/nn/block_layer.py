@@ -110,15 +110,3 @@ class MarkovHead(nn.Module):
 def with_previous(states: Tensor, pairs: MarkovHead | CandidateSelector | None, before: Tensor) -> Tensor:
     """[..., D + rank]: slots' states [..., D] next to the embeddings of their previous tokens [...], if any."""
     return states if pairs is None else torch.cat([states, pairs.previous(before).to(states.dtype)], -1)
-
-
-class ConfidenceHead(nn.Module):
-    """The logit of a draft's acceptance, from the slot's state and the Markov embedding of the previous token."""
-
-    def __init__(self, in_size: int):
-        super().__init__()
-        self.proj = nn.Linear(in_size, 1)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """[..., D + rank] -> [...] logits."""
-        return self.proj(states)[..., 0]
