@@ -17,7 +17,7 @@ from .drafting.windowed import Windowed
 from .loss.chains import drawn_starts
 from .loss.chunked import chunk_size
 from .loss.functions import LossSpec, output_layer_rows
-from .nn.block_layer import BlockLayer, MarkovHead, attend_blocks, with_previous
+from .nn.block_layer import BlockLayer, MarkovHead, attend_blocks
 from .nn.candidates import Chooser, only
 from .nn.dflash2 import CandidateSelector
 from .nn.kept import layer_bytes
@@ -214,7 +214,9 @@ class BlockNetwork(Windowed, DraftHead):
         if self.lilicorr is not None:
             choices = self.choices(hidden, torch.stack(before, 1), starts.take(context), starts)
         for depth, tokens in enumerate(before):
-            states = with_previous(hidden[:, depth], pairs, tokens)
+            states = hidden[:, depth]
+            if pairs is not None:
+                states = torch.cat([states, pairs.previous(tokens).to(states.dtype)], -1)  # [B, S, D + rank]
             yield states if choices is None else torch.cat([states, choices[:, depth]], -1)
 
     def choices(self, hidden: Tensor, before: Tensor, context: Tensor, starts: ChainStarts) -> Tensor:
