@@ -264,6 +264,7 @@ def test_a_head_of_another_target_is_refused(head_type, target, tiny_target, tmp
         load_head(tmp_path / "head", tiny_target("qwen3"))
 
 
+@pytest.mark.parametrize("head_type", [*sorted(HEADS), OWN])
 def test_served_names_and_shapes_are_frozen(head_type, target):
     """What engines load, at D 32, V 61, 2 key heads of 4, H 8, FFN 48: a change here breaks every trained head."""
     if head_type not in GOLDEN:

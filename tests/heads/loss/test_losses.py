@@ -97,19 +97,6 @@ def test_a_loss_is_its_formula(name, cut):
     torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
 
-def test_feature_is_smooth_l1_of_the_states():
-    target = torch.randn(NUM_ROWS, VOCAB, generator=source(2))
-    rows = make_rows(draft=4 * torch.randn(NUM_ROWS, VOCAB, generator=source(1)), target=target)
-    gaps = [
-        [abs(0.5 * a - b) for a, b in zip(*row, strict=True)]
-        for row in zip(rows.hidden.tolist(), target.tolist(), strict=True)
-    ]
-    assert any(gap > 1 for row in gaps for gap in row) and any(gap < 1 for row in gaps for gap in row)
-    wanted = [sum(g * g / 2 if g < 1 else g - 0.5 for g in row) / VOCAB for row in gaps]
-    torch.testing.assert_close(LOSSES["feature"](rows), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
-    assert LOSSES["feature"](make_rows(draft=2 * target, target=target)).abs().max() == 0
-
-
 # The gradients
 
 
