@@ -16,7 +16,7 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
 from .drafting.drafter import Reading
 from .loss.chains import chain_starts, mean_of
 from .loss.chunked import chunk_size, summed_loss
-from .loss.functions import LossSpec, output_layer_rows
+from .loss.functions import output_layer_rows
 from .start.closed_form import linear_map
 
 
@@ -204,16 +204,10 @@ class MedusaHead(DraftHead):
             # without autocast, as the adapted target's states were computed
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
                 teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
-        spec = LossSpec(
-            mix={"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0},
-            draft_logits=self.target.logits,
-            predicted_state=lambda hidden: hidden,
-            target_logits=self.target.logits,
-            restricted_logits=self.target.logits,
-        )
+        mix = {"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0}
         return summed_loss(
             states[supervised],
-            spec,
+            replace(self.loss_spec(0), mix=mix, draft_logits=self.target.logits, vocabulary=None),
             labels=batch.input_ids[:, 1:][supervised],
             teacher_hidden=teacher[supervised],
             weights=None if batch.weights is None else batch.weights[:, 1:][supervised],
