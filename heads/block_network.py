@@ -51,7 +51,7 @@ class BlockConfig(HeadConfig):
     lattice_scale: float = 10.0  # logits are the cosines of vectors times this
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
-    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
+    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see block_start.py
     sliding_window: int | None = None  # a slot sees this many positions, its own the last of them; None: all before
     blocks_per_row: int = 512  # that a training step draws
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
