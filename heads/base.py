@@ -31,6 +31,7 @@ from .drafting.trees import (
     draft_chain,
     draft_dynamic,
 )
+from .loss.calibration import ConfidenceLine
 from .loss.chains import ChainStarts, LossOutput, chain_starts, mean_of
 from .loss.chunked import Drafts, chunk_size
 from .loss.functions import DraftVocabulary, LossSpec, check_mix, depth_weights_of, reads_all_logits
@@ -212,6 +213,14 @@ class DraftHead(nn.Module, Drafter, Expands):
     def predicted_state(self, hidden: Tensor, depth: int) -> Tensor:
         """[..., D] -> [..., D] the head's estimate of the target's `post_norm`: what its output layer reads."""
         return hidden
+
+    def taught_confidence(self, batch: DraftBatch, starts: ChainStarts) -> Tensor | None:
+        """[B, S, K] logits of the confidence head on teacher-forced chains; None: the head has none."""
+        return None
+
+    def calibrated(self, tensors: dict[str, Tensor], line: ConfidenceLine) -> dict[str, Tensor]:
+        """The tensors to save, so that the confidence head's logits lie on that line."""
+        return tensors
 
     def forward(self, batch: DraftBatch, denominators: Tensor | None = None) -> LossOutput:
         """The loss; named forward so that distributed wrappers see it."""

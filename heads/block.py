@@ -6,7 +6,7 @@ block sees the target's fused features at positions <= t (nn/block_layer.py). Wi
 anchor's slot drafts depth 0; without it (DFlash) the next slot drafts depth 0 and the anchor's drafts nothing.
 
 DSpark's Markov head adds to each slot's logits a low-rank term that depends on the previous token: after the one pass,
-K small products in sequence condition each draft on the one before.
+K small products in sequence condition each draft on the one before. Its confidence head estimates acceptance.
 
 DFlash2 (nn/dflash2.py) has convolutions over the slots instead, and a selector that walks through the most probable
 tokens of each slot, each chosen behind the one before. LiLiCorr (nn/lilicorr.py) walks by what a small transformer over
@@ -30,6 +30,7 @@ from .block_network import BlockNetwork
 from .block_start import fit_block
 from .drafting.drafter import Reading
 from .drafting.trees import Draws, Proposal, Tree
+from .nn.block_layer import with_previous
 from .nn.candidates import SlotCandidates, only
 from .nn.dflash2 import NUM_TAPS
 from .nn.layers import serving_keys, window_keys
@@ -54,7 +55,7 @@ class BlockState:
 
 class BlockHead(BlockNetwork):
     """A block drafter with the tensor names that vLLM, SGLang and llama.cpp load: fc, hidden_norm, layers.{i}.*, norm,
-    and depending on the config markov_head.*, candidate_selector.*, lilicorr.*, lm_head."""
+    and depending on the config markov_head.*, confidence_head.*, candidate_selector.*, lilicorr.*, lm_head."""
 
     packed: CpuLayers | None = None  # the layers for drafting in bf16 on a CPU
 
@@ -94,8 +95,8 @@ class BlockHead(BlockNetwork):
             **served,
             "markov_rank": config.markov_rank,
             "markov_head_type": "vanilla",
-            "enable_confidence_head": False,
-            "confidence_head_with_markov": False,
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence,
         }
 
     @property
@@ -208,3 +209,8 @@ class BlockHead(BlockNetwork):
         candidates = state.candidates.at(depth)
         scores = candidates.scores(self.chooser.previous(tokens))
         return only(scores, candidates.ids, self.num_drafted)
+
+    @torch.no_grad()
+    def confidence(self, state: BlockState, tokens: Tensor) -> Tensor | None:
+        head, before = self.confidence_head, torch.cat([state.anchor, tokens[:, :-1]], 1)  # [B, K]
+        return None if head is None else head(with_previous(state.hidden, self.markov_head, before)).float().sigmoid()

@@ -14,10 +14,11 @@ from ..targets.layers.target_output import TargetOutput
 from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig
 from .drafting.windowed import Windowed
+from .loss.calibration import ConfidenceLine
 from .loss.chains import drawn_starts
 from .loss.chunked import chunk_size
 from .loss.functions import LossSpec, output_layer_rows
-from .nn.block_layer import BlockLayer, MarkovHead, attend_blocks
+from .nn.block_layer import BlockLayer, ConfidenceHead, MarkovHead, attend_blocks, with_previous
 from .nn.candidates import Chooser, only
 from .nn.dflash2 import CandidateSelector
 from .nn.kept import layer_bytes
@@ -40,6 +41,8 @@ class BlockConfig(HeadConfig):
     num_layers: int = 3  # decoder layers
     sample_from_anchor: bool = True  # the anchor's own slot drafts the token behind it
     markov_rank: int = 256  # rank of the Markov head; 0: none, the slots of a block are drafted independently
+    confidence: bool = False  # a confidence head, trained beside `loss` with confidence_weight
+    confidence_weight: float = 1.0
     # channels that share a correction of DFlash2's convolutions; None: there are none
     conv_group_size: int | None = None
     selector_rank: int = 0  # rank by which DFlash2's selector or LiLiCorr's lattice scores pairs of tokens; 0: neither
@@ -59,14 +62,16 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(1, "num_layers", "blocks_per_row", "conv_group_size", "selector_top_k")
-        self.check_least(0, "markov_rank", "mask_token_id", "selector_rank")
+        self.check_least(0, "markov_rank", "mask_token_id", "confidence_weight", "selector_rank")
         self.check_least(0, "lattice_layers")
         self.check_least(1, "lattice_size", "lattice_heads", "lattice_mlp_ratio")
         num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
         if self.sliding_window is not None and self.sliding_window < num_slots:
             raise BadInput(f"sliding_window {self.sliding_window}: expected at least the {num_slots} slots of a block")
-        if self.selector_rank and self.markov_rank:
-            raise BadInput("selector_rank: not together with markov_rank: both choose by the token before")
+        if self.selector_rank and (self.markov_rank or self.confidence):
+            raise BadInput(
+                "selector_rank: not together with markov_rank or confidence: both choose by the token before"
+            )
         if self.lattice_layers and not self.selector_rank:
             raise BadInput(f"lattice_layers {self.lattice_layers}: needs selector_rank, by which they score pairs")
         if self.lattice_size % self.lattice_heads:
@@ -117,6 +122,7 @@ class BlockNetwork(Windowed, DraftHead):
         self.rotary = Rotary(self.llama)
         rank = config.markov_rank
         self.markov_head = MarkovHead(target.vocab_size, self.num_drafted, rank=rank) if rank else None
+        self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
         self.candidate_selector = self.lilicorr = None
         top_k = min(config.selector_top_k, self.num_drafted)
         if config.lattice_layers:
@@ -214,9 +220,7 @@ class BlockNetwork(Windowed, DraftHead):
         if self.lilicorr is not None:
             choices = self.choices(hidden, torch.stack(before, 1), starts.take(context), starts)
         for depth, tokens in enumerate(before):
-            states = hidden[:, depth]
-            if pairs is not None:
-                states = torch.cat([states, pairs.previous(tokens).to(states.dtype)], -1)  # [B, S, D + rank]
+            states = with_previous(hidden[:, depth], pairs, tokens)  # [B, S, D + rank]
             yield states if choices is None else torch.cat([states, choices[:, depth]], -1)
 
     def choices(self, hidden: Tensor, before: Tensor, context: Tensor, starts: ChainStarts) -> Tensor:
@@ -273,10 +277,23 @@ class BlockNetwork(Windowed, DraftHead):
         return cast(CandidateSelector, self.candidate_selector).read(states, unary, ids).scores(before)
 
     def loss_spec(self, depth: int) -> LossSpec:
-        spec = replace(super().loss_spec(depth), draft_logits=self.slot_logits)
-        if self.chooser is None:
-            return spec
-        return replace(spec, mix={**spec.mix, "selection": 1.0}, select=self.select, candidates=self.candidates)
+        spec, config = replace(super().loss_spec(depth), draft_logits=self.slot_logits), self.config
+        if self.confidence_head is not None:
+            mix = {**spec.mix, "confidence": config.confidence_weight}
+            spec = replace(spec, mix=mix, confidence=self.confidence_head)
+        if self.chooser is not None:
+            mix = {**spec.mix, "selection": 1.0}
+            spec = replace(spec, mix=mix, select=self.select, candidates=self.candidates)
+        return spec
+
+    def taught_confidence(self, batch: DraftBatch, starts: ChainStarts) -> Tensor | None:
+        head = self.confidence_head
+        return None if head is None else torch.stack([head(states) for states in self.unroll(batch, starts)], 2)
+
+    def calibrated(self, tensors: dict[str, Tensor], line: ConfidenceLine) -> dict[str, Tensor]:
+        weight, bias = "confidence_head.proj.weight", "confidence_head.proj.bias"
+        moved = {weight: tensors[weight] * line.scale, bias: tensors[bias] * line.scale + line.shift}
+        return {**tensors, **moved}
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)

@@ -175,7 +175,8 @@ class Loop:
         self.watchdog.at(f"step {training.steps}: {folder.name}/")
         with self.backend.whole() as head:
             if self.accelerator.is_main_process:
-                save_head(head, folder, training=training.to_json())
+                confidence = training.validation and training.validation.confidence
+                save_head(head, folder, training=training.to_json(), confidence=confidence)
         self.accelerator.wait_for_everyone()
 
 

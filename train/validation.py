@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data_pipelines.loader import collate
 from ..data_pipelines.rows.samples import Sample
@@ -14,6 +15,7 @@ from ..eval.decoding.replay import default_steps
 from ..eval.figures.metrics import Acceptance, AcceptancePart, acceptance, expected_acceptance
 from ..eval.measurement.breakdown import acceptance_part
 from ..heads.base import DraftBatch, DraftHead, LossOutput
+from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
 from .backend import Backend
 from .watching.stopping import Watchdog
 
@@ -37,6 +39,7 @@ class ValidationResult:
     num_draft_tokens: int
     taught: AcceptancePart
     decoded: DecodedValidation | None = None
+    confidence: ConfidenceLine | None = None  # by which a confidence head is calibrated on these rows
 
     def to_json(self) -> dict[str, Any]:
         """The validation as docs/reference/run_folder.md has it."""
@@ -76,6 +79,7 @@ class Validation:
     def measure(self) -> ValidationResult:
         """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
+        estimated = torch.zeros(2, NUM_BINS, device=self.device)
         with self.backend.whole() as head:
             head.eval()
             for start in range(0, self.most_rows, self.config.batch_size):
@@ -89,12 +93,14 @@ class Validation:
                 batch = collate(fresh).to(self.device).filled(head.read_target)
                 out = self._forced(head, batch)
                 taught += expected_acceptance(out.starts, out.hits, num_draft_tokens=self.num_draft)
+                estimated += self._estimated(head, batch, out)
             self.watchdog.at(f"validation, decoding {len(self.prompts)} answers")
             if self.prompts:
                 decoded, decoded_taught = self._decoded(head)
             head.train()
         self.watchdog.at("validation, the figures of all ranks")
-        result = ValidationResult(self.num_draft, self._over_ranks(taught))
+        confidence = fit_confidence(self.backend.total(estimated))
+        result = ValidationResult(self.num_draft, self._over_ranks(taught), confidence=confidence)
         if not self.num_prompts:
             return result
         parts = self._over_ranks(decoded), self._over_ranks(decoded_taught)
@@ -103,6 +109,14 @@ class Validation:
     def _forced(self, head: DraftHead, batch: DraftBatch) -> LossOutput:
         with self.backend.autocast():  # the target has read outside of it, as in training
             return head.loss(batch)
+
+    def _estimated(self, head: DraftHead, batch: DraftBatch, forced: LossOutput) -> Tensor:
+        """[2, NUM_BINS] counts of `count_accepted`; zeros of a head that has no confidence head."""
+        with self.backend.autocast():
+            logits = head.taught_confidence(batch, forced.starts)
+        if logits is None:
+            return torch.zeros(2, NUM_BINS, device=batch.input_ids.device)
+        return count_accepted(logits, forced.starts.valid, forced.hits)
 
     def _decoded(self, head: DraftHead) -> tuple[Acceptance, Acceptance]:
         """Greedy chains on this rank's prompts, and taught counts on the same texts."""

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
+
 from ...base.errors import BadInput
 from ...base.typed import TypedKeys
 from ...heads.nn.dflash2 import NUM_TAPS
@@ -43,7 +45,7 @@ IN_GGUF |= {"target_layers": "target_layer_ids"}
 # parts of which a reader takes sizes, or by which it knows what a head has
 QUERY_NORM, KEY_NORM = ("self_attn.q_norm", "head_dim"), ("self_attn.k_norm", "head_dim")
 MARKOV, MARKOV_IN_GGUF = Part("markov_head.markov_w1.weight", "vocab rank", when="markov"), "markov_w1.weight"
-CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+CONFIDENCE = Part("confidence_head.proj.weight", "1 estimated", when="confidence")
 
 
 def parts_of(num_layers: int, *, num_lattice_layers: int = 0) -> list[Part]:
@@ -65,8 +67,8 @@ def parts_of(num_layers: int, *, num_lattice_layers: int = 0) -> list[Part]:
         Part("markov_head.markov_w2.weight", "drafted rank", when="markov"),
         *choosers.SELECTOR,
         *choosers.lattice(num_lattice_layers),
-        Part(CONFIDENCE[0], "1 estimated", when="confidence"),
-        Part(CONFIDENCE[1], "1", when="confidence"),
+        CONFIDENCE,
+        Part("confidence_head.proj.bias", "1", when="confidence"),
         *MAPS,
     ]
 
@@ -224,7 +226,7 @@ class BlockServing(Serving):
     keeps_vocabulary = True
     key_types = {"dflash_config": dict, "markov_rank": int}
     computes = tuple(
-        "num_layers architecture sliding_window output sample_from_anchor markov_rank "
+        "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence "
         "mask_token_id selector_top_k lattice_layers lattice_size lattice_heads lattice_mlp_ratio lattice_scale".split()
     )
     in_sglang = "SGLang lets a slot see earlier slots only"
@@ -271,8 +273,6 @@ class BlockServing(Serving):
         mask token, the block size or the feature layers are missing."""
         config, target = plain_config(folder.config), folder.target
         tensors = folder.bare_tensors(EMBEDDING.name)
-        for name in CONFIDENCE:  # ours estimate by the probability of the draft
-            tensors.pop(name, None)
         ids = draft_ids(tensors, target)
         is_plain = ids is None and LM_HEAD.name in tensors
         if is_plain and same_tensor(tensors[LM_HEAD.name], target.output_layer.weight.detach().cpu()):
@@ -288,6 +288,9 @@ class BlockServing(Serving):
         for problem in contract.problems:
             raise BadInput(f"{problem}: not a block drafter as known here")
         rank = tensors[MARKOV.name].shape[1] if MARKOV.name in tensors else 0
+        if CONFIDENCE.name in tensors:  # some do not read the previous token, so pad their weights with zeros
+            narrow = tensors[CONFIDENCE.name]
+            tensors[CONFIDENCE.name] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
         drafts_first = config.need("sample_from_anchor", bool)
         layer = {**config.values, "model_type": "llama"}  # Llama's but for query and key norms
         keys = {
@@ -297,6 +300,7 @@ class BlockServing(Serving):
             "sliding_window": window_of(config),
             "sample_from_anchor": drafts_first,
             "markov_rank": rank,
+            "confidence": CONFIDENCE.name in tensors,
             "conv_group_size": config.need("conv_group_size", int) if taps else None,
             "selector_rank": 0 if selector is None else selector.shape[1],
             "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
@@ -328,6 +332,8 @@ class BlockServing(Serving):
             return problems
         if is_cut:
             problems.append(f"draft_vocab_size: {config['draft_vocab_size']}, its DFlash drafts the whole vocabulary")
+        if any(name.startswith("confidence_head.") for name in names):
+            problems.append("confidence_head: its graph has one beside a Markov head only")
         if layer is not None:
             problems.append("transformer_layer_config: it reads DFlash in the plain layout only")
         top_k, hidden = (config.get("dflash_config") or {}).get("selector_top_k") or 0, whole.get("hidden_size") or 0

@@ -43,6 +43,7 @@ class LossSpec:
     predicted_state: TensorMap  # [n, D] hidden -> [n, D] the head's estimate of the target's post-norm state
     target_logits: TensorMap  # [n, D] post-norm state -> [n, V]
     restricted_logits: TensorMap  # [n, D] post-norm state -> [n, Vd] those of the tokens that can be drafted
+    confidence: TensorMap | None = None  # [n, D] hidden -> [n] logits of the probability that a draft is accepted
     # hidden [n, D], logits [n, Vd] -> draft ids [n, k] of the tokens among which drafting chooses; None: all
     candidates: Callable[[Tensor, Tensor], Tensor] | None = None
     # hidden [n, D], and their logits and draft ids [n, k] -> [n, k] by which it chooses
@@ -128,6 +129,11 @@ class Rows:
     def draft_log_probs(self) -> Tensor:
         """[n, Vd]."""
         return self.draft_logits.log_softmax(-1)
+
+    @cached_property
+    def overlap(self) -> Tensor:
+        """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
+        return torch.minimum(self.target_probs, self.draft_log_probs.exp()).sum(-1)
 
     @cached_property
     def candidates(self) -> Tensor:
@@ -221,7 +227,7 @@ def l1(rows: Rows) -> Tensor:
 
     Its gradient vanishes where p and q hardly overlap, so alone and from scratch it trains badly (Samarin et al. 2026).
     """
-    return 2 * (1 - torch.minimum(rows.target_probs, rows.draft_log_probs.exp()).sum(-1))
+    return 2 * (1 - rows.overlap)
 
 
 def feature(rows: Rows) -> Tensor:
@@ -229,6 +235,14 @@ def feature(rows: Rows) -> Tensor:
     soft_ce 0.1). Alone it trains no output layer."""
     predicted, true = rows.spec.predicted_state(rows.hidden), rows.target.teacher_hidden[rows.at]
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none").mean(-1)
+
+
+def confidence(rows: Rows) -> Tensor:
+    """Binary cross entropy of the head's estimate of acceptance, against the probability that a sampled draft is
+    accepted (DSpark: 1.0 beside hard_ce 0.1 and l1 0.9)."""
+    assert rows.spec.confidence is not None
+    estimate = rows.spec.confidence(rows.hidden).float()
+    return F.binary_cross_entropy_with_logits(estimate, rows.overlap.detach().clamp(0, 1), reduction="none")
 
 
 def selection(rows: Rows) -> Tensor:
@@ -241,7 +255,8 @@ def selection(rows: Rows) -> Tensor:
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
     loss.__name__: loss for loss in (hard_ce, greedy_gce, soft_ce, restricted_ce, kl, topk_ce, l1, feature)
 }
-ALL_LOSSES = {**LOSSES, "selection": selection}  # including what heads that choose among candidates add to their mix
+# including those that heads with a confidence head or a selector add to their mix
+ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}
 
 
 def reads_all_logits(mix: Mapping[str, float]) -> bool:

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..loss.sight import Sight
 from .chain_attention import attend_chains, laid_out
-from .dflash2 import SlotConvolution
+from .dflash2 import CandidateSelector, SlotConvolution
 from .layers import Attention, RMSNorm
 
 # queries [B, N, Q, H], keys and values [B, Nkv, Q, H] of a block's slots -> [B, Q, N, H]
@@ -105,3 +105,20 @@ class MarkovHead(nn.Module):
     def previous(self, tokens: Tensor) -> Tensor:
         """[...] target ids -> [..., rank]."""
         return self.markov_w1(tokens)
+
+
+def with_previous(states: Tensor, pairs: MarkovHead | CandidateSelector | None, before: Tensor) -> Tensor:
+    """[..., D + rank]: slots' states [..., D] next to the embeddings of their previous tokens [...], if any."""
+    return states if pairs is None else torch.cat([states, pairs.previous(before).to(states.dtype)], -1)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a draft's acceptance, from the slot's state and the Markov embedding of the previous token."""
+
+    def __init__(self, in_size: int):
+        super().__init__()
+        self.proj = nn.Linear(in_size, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., D + rank] -> [...] logits."""
+        return self.proj(states)[..., 0]

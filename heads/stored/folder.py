@@ -18,6 +18,7 @@ from ...base.typed import check_type
 from ...targets.adapters import merged_state, read_adapter, write_adapter
 from ...targets.weights.stored import fingerprint_of_digests
 from ..base import DraftHead, HeadConfig
+from ..loss.calibration import ConfidenceLine
 from .record import HeadRecord, read_head_config
 
 ADAPTER = "adapter."  # prefix of the tensors that a head puts on the target's layers
@@ -45,6 +46,7 @@ def save_head(
     *,
     dtype: torch.dtype | None = None,
     training: dict[str, Any] | None = None,
+    confidence: ConfidenceLine | None = None,
 ) -> Path:
     """Write a head folder atomically: a head that was there before is replaced only when the new one is complete.
 
@@ -53,10 +55,13 @@ def save_head(
     own layers are merged into them; those of the target are written as peft's two files.
 
     Args: dtype: of the stored weights; None: as they are. training: how it was trained (docs/reference/run_folder.md).
+        confidence: calibrates what is stored.
     Returns: the folder.
     """
-    state = merged_state(head).items()
-    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state}
+    state = dict(merged_state(head))
+    if confidence is not None:
+        state = head.calibrated(state, confidence)
+    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state.items()}
     if head.vocabulary is not None:
         to_target = head.vocabulary.to_target.cpu()
         tensors["d2t"] = to_target - torch.arange(len(to_target))

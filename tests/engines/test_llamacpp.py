@@ -106,7 +106,7 @@ def test_the_command_is_ready_for_a_shell(trained, saved_target, monkeypatch, fa
     assert {flag: said[said.index(flag) + 1] for flag in words} == words and said[0] == "llama-server"
 
 
-DSPARK = {"draft_vocab_size": 24, "output": "own", "markov_rank": 8, "num_layers": 2}
+DSPARK = {"draft_vocab_size": 24, "output": "own", "confidence": True, "markov_rank": 8, "num_layers": 2}
 
 
 def test_a_block_drafter_is_converted_with_its_target_and_served_as_what_it_is(trained, checkout, tmp_path, capsys):
@@ -140,6 +140,7 @@ def test_a_draft_model_of_a_target_in_gguf_is_served_beside_that_file(trained, t
         ("eagle3", {"feature_layers": [1, 3]}, "num_aux_hidden_states: 2, its heads read 3 features"),
         ("block", {"output": "own"}, "drops an output layer over the whole vocabulary"),
         ("block", {**DFLASH, "draft_vocab_size": 24, "output": "own"}, "draft_vocab_size: 24, its DFlash drafts"),
+        ("block", {**DFLASH, "confidence": True}, "confidence_head: its graph has one beside a Markov head only"),
         ("block", {"markov_rank": 0}, "sample_from_anchor without a Markov head"),
         ("medusa", {"num_depths": 2}, "llama.cpp loads no medusa heads"),
         ("eagle", {}, "llama.cpp loads no eagle heads"),

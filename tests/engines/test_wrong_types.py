@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 24, "num_layers": 2},
     "medusa": {"num_depths": 2},
     "mtp": {"layout": "mimo", "num_depths": 1},
-    "block": {"markov_rank": 4},
+    "block": {"markov_rank": 4, "confidence": True},
 }
 LAYOUTS = [("eagle", "vllm"), ("eagle3", "vllm"), ("eagle3", "speculators"), ("medusa", "vllm"), ("medusa", "")]
 LAYOUTS += [("block", "vllm"), ("block", "speculators"), ("mtp", "vllm")]  # a draft model's config is transformers' own

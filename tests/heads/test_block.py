@@ -17,7 +17,7 @@ from headstart.heads.block_network import BlockConfig, default_feature_layers
 from headstart.heads.drafting.drafter import Reading
 from headstart.heads.loss.chains import chain_starts, drawn_starts
 from headstart.heads.nn.mask_token import default_mask_token
-from perturbing import perturb
+from perturbing import losses_on, perturb
 
 
 def built(target, **options):
@@ -159,6 +159,15 @@ def test_an_unused_row_comes_before_padding(saved_target, tmp_path):
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(saved_target).save_pretrained(tmp_path)
     assert default_mask_token(Target.load(tmp_path)) == 62
+
+
+def test_confidence_learns_how_often_drafts_are_accepted(target, make_batch):
+    """Of a head whose drafts stay as they are, it comes to tell sure drafts from others."""
+    head = built(target, num_depths=2, num_layers=1, markov_rank=8, confidence=True)
+    batch, estimate = make_batch(target, head, num_rows=1), head.confidence_head
+    assert estimate is not None
+    losses = losses_on(head, batch, lr=3e-2, num_steps=30, parameters=estimate.parameters())
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_features_are_spread_as_published():

@@ -63,6 +63,17 @@ def test_taught_and_decoded_figures_agree(head_type, validated, world):
     assert found[-1][1]["decoded"]["acceptance_length"] == round(counted.length, 4) > 1.2
 
 
+def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
+    rows = f"data.validation={world / 'rows.jsonl'}"
+    folders = [
+        run("block", name, "head.confidence=true", "head.markov_rank=8", *options)
+        for name, options in (("a", [rows]), ("b", []))
+    ]
+    stored = [final(folder) for folder in folders]
+    differ = {key for key in stored[0] if not torch.equal(stored[0][key], stored[1][key])}
+    assert differ == {"confidence_head.proj.weight", "confidence_head.proj.bias"}, "nothing else depends on these rows"
+
+
 def test_answers_that_are_long_enough_are_decoded_in_recorded_steps(validated, monkeypatch):
     """On a GPU; the head is another one at each validation, so its steps are recorded anew."""
     plain, recorded = validated("medusa", "a")[1], []

@@ -1,7 +1,6 @@
 """Rows verify the drafts that pay, and the text stays the target's own, greedy and sampled."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,21 @@ from headstart.eval.suites.prompts import Suite
 from headstart.heads.block_network import BlockConfig
 from headstart.heads.drafting.trees import Proposal, SampledChain, worth_verifying
 from headstart.scripts.evaluating.eval_drafts import WantedDrafts
-from perturbing import perturb
 
 PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6], [1], [1, 30, 31, 32, 33, 34]]
 COST = 0.1
 
 
-def block(target, **options) -> Any:
-    """A block head that estimates from its slots' states alone, other chances for each slot."""
-    head: Any = build_head(BlockConfig(num_depths=4, markov_rank=8, **options), target, seed=1)
-    perturb(head, 0.1, seed=3)
-    weights = 0.7 * torch.randn(target.hidden_size, generator=torch.Generator().manual_seed(3))
-    head.confidence = lambda state, tokens: (state.hidden @ weights + 1).sigmoid()
+def block(target, **options):
+    """A block head with a confidence head, whose estimates differ from slot to slot."""
+    config = BlockConfig(**{"num_depths": 4, "markov_rank": 8, "confidence": True, **options})
+    head = build_head(config, target, seed=1)
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+            if name.startswith("confidence_head"):
+                parameter.normal_(mean=float(parameter.ndim == 1), std=0.7 * (parameter.ndim > 1), generator=source)
     return head.eval()
 
 
@@ -56,6 +58,19 @@ def test_a_draft_is_verified_as_long_as_it_raises_tokens_per_time():
                 tokens, best = tokens + reach, k + 1
             assert count == best
     assert worth_verifying(torch.zeros(1, 3), 0.1).tolist() == [0] and worth_verifying(torch.zeros(1, 3), 0.0) == 3
+
+
+def test_the_estimate_of_a_token_is_made_before_it_is_chosen(target):
+    """What lossless sampling rests on: another token changes the estimates behind it alone."""
+    head = block(target)
+    engine = Engine(target, head, batch_size=4, max_length=32, verify_cost=COST)
+    decode(engine, PROMPTS, max_new_tokens=6, stop=Stop.of(target, eos_token_ids=[]))
+    tokens = torch.randint(3, 60, (4, 4), generator=torch.Generator().manual_seed(2))
+    before = head.confidence(engine.state, tokens)
+    after = head.confidence(engine.state, torch.cat([tokens[:, :1], tokens[:, 1:] + 1], 1))
+    assert before is not None and after is not None
+    assert torch.equal(before[:, :2], after[:, :2])
+    assert not torch.isclose(before[:, 2:], after[:, 2:]).any()
 
 
 @pytest.fixture
@@ -106,8 +121,9 @@ def test_rows_that_have_ended_verify_nothing(cost, target, unsure):
     assert found.rounds[1].num_offered[0] == 0 and any(found.rounds[1].num_offered)
 
 
-def test_a_heads_own_estimates_stop_rows(target):
-    found = generate(target, block(target), PROMPTS, max_new_tokens=30, eos_token_ids=[], verify_cost=COST)
+@pytest.mark.parametrize("options", [{}, {"markov_rank": 0}, {"sample_from_anchor": False}], ids=str)
+def test_a_confidence_head_stops_rows(options, target):
+    found = generate(target, block(target, **options), PROMPTS, max_new_tokens=30, eos_token_ids=[], verify_cost=COST)
     assert len(set(offered_of(found))) >= 4
     assert found.token_ids == generate(target, None, PROMPTS, max_new_tokens=30, eos_token_ids=[]).token_ids
 

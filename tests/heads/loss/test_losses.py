@@ -44,6 +44,7 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None, selects
         predicted_state=lambda x: 0.5 * x,
         target_logits=lambda x: x,
         restricted_logits=lambda x: x if cut is None else x[:, cut],
+        confidence=lambda x: 0.3 * x[:, 0],
         select=(lambda x, logits, ids: logits + 0.2 * x[:, :1] * ids) if selects else None,
         candidates=lambda x, logits: logits.topk(NUM_CANDIDATES, -1).indices,
         vocabulary=vocabulary,
@@ -63,6 +64,8 @@ def naive(name, draft, target, label, columns):
     p = [whole[c] for c in columns]
     every = {c: 0.0 for c in range(len(target))} | dict(zip(columns, q, strict=True))  # q over the whole vocabulary
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    alpha = sum(min(whole[c], every[c]) for c in every)
+    estimate = 1 / (1 + math.exp(-0.3 * draft[0]))
     top = max(range(len(whole)), key=whole.__getitem__)
     best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
     candidates = sorted(range(len(q)), key=lambda i: -q[i])[:NUM_CANDIDATES]
@@ -77,6 +80,7 @@ def naive(name, draft, target, label, columns):
         "topk_ce": -sum(p[i] * math.log(q[i]) for i in best),
         "l1": sum(abs(whole[c] - every[c]) for c in every),
         "selection": -math.log(chosen[label]) if label in chosen else 0.0,
+        "confidence": -alpha * math.log(estimate) - (1 - alpha) * math.log(1 - estimate),
     }[name]
 
 
