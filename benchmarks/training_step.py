@@ -27,7 +27,7 @@ from ..heads.base import DraftBatch, DraftHead
 from ..heads.loss import chunked, sight
 from ..heads.loss.chains import ChainStarts
 from ..heads.loss.chunked import ChunkPlan
-from ..heads.loss.fusing import fused
+from ..heads.loss.fusing import Fusable
 from ..heads.nn import chain_attention, kept
 from ..targets.cpu import products
 from ..targets.layers.target_output import TargetOutput
@@ -220,7 +220,7 @@ class TrainingStep:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def __call__(self) -> None:
-        with fused(self.is_compiled):
+        with patch.object(Fusable, "is_fused", self.is_compiled):
             run_step(self.head, self.batch, dtype=self.shape.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -51,14 +51,10 @@ class HeadConfig:
     depth_weights: str = "geometric"  # weight of the loss at depth k, see `depth_weights_of`
     depth_decay: float = 0.8
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})  # weight of each loss, by name in `LOSSES`
-    loss_top_k: int = 10  # number of target tokens that `topk_ce` reads
-    loss_exponent: float = 0.5  # g of `greedy_gce`, above 0 (nearly cross entropy) up to 1
     draft_vocab_size: int | None = None  # draft only this many tokens, the data's most frequent ones; None: all
 
     def __post_init__(self) -> None:
-        self.check_least(1, "num_depths", "loss_top_k")
-        if not 0 < self.loss_exponent <= 1:
-            raise BadInput(f"loss_exponent {self.loss_exponent}: expected more than 0 and at most 1")
+        self.check_least(1, "num_depths")
         depth_weights_of(self.depth_weights, decay=self.depth_decay, num_depths=self.num_depths)
         check_mix(self.loss, key="loss")
 
@@ -183,8 +179,8 @@ class DraftHead(nn.Module, Drafter, Expands):
         probs = self.target.logits(post_norm).softmax(-1)
         return probs if self.vocabulary is None else probs[:, self.vocabulary.to_target]
 
-    def learning_rate_scales(self, step: int) -> dict[str, float]:
-        """Factors on the learning rate at a step, by prefix of the parameters' names; 1 for all others."""
+    def learning_rate_scales(self) -> dict[str, float]:
+        """Factors on the learning rate, by prefix of the parameters' names; 1 for all others."""
         return {}
 
     def input_scales(self) -> dict[str, Tensor]:
@@ -288,16 +284,13 @@ class DraftHead(nn.Module, Drafter, Expands):
 
     def loss_spec(self, depth: int) -> LossSpec:
         """The loss at a depth."""
-        config = self.config
         return LossSpec(
-            mix=config.loss,
+            mix=self.config.loss,
             draft_logits=lambda hidden: self.draft_logits(hidden, depth),
             predicted_state=lambda hidden: self.predicted_state(hidden, depth),
             target_logits=self.target.logits,
             restricted_logits=self.restricted_logits,
             vocabulary=self.vocabulary,
-            top_k=config.loss_top_k,
-            exponent=config.loss_exponent,
         )
 
     @torch.no_grad()

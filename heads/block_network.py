@@ -23,7 +23,7 @@ from .nn.candidates import Chooser, only
 from .nn.dflash2 import CandidateSelector
 from .nn.kept import layer_bytes
 from .nn.layers import RMSNorm, llama_config
-from .nn.lilicorr import CandidateLattice, LatticeSizes
+from .nn.lilicorr import CandidateLattice
 from .nn.mask_token import mask_token_of
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
@@ -46,17 +46,15 @@ class BlockConfig(HeadConfig):
     # channels that share a correction of DFlash2's convolutions; None: there are none
     conv_group_size: int | None = None
     selector_rank: int = 0  # rank by which DFlash2's selector or LiLiCorr's lattice scores pairs of tokens; 0: neither
-    selector_top_k: int = 16  # tokens of each slot that it chooses from
-    selector_weight: float = 1.0  # of its loss, `selection`, beside `loss`
+    selector_top_k: int = 16  # tokens of each slot that it chooses from, by the loss `selection` beside `loss`
     lattice_layers: int = 0  # of LiLiCorr's lattice; 0: the selector is DFlash2's
     lattice_size: int = 128  # of these layers; that of the target's states: embeddings are read as they are
     lattice_heads: int = 4
     lattice_mlp_ratio: float = 2.0  # of the MLP's channels to lattice_size
     lattice_scale: float = 10.0  # logits are the cosines of vectors times this
-    has_head_norms: bool = True  # normalise queries and keys of each head, as Qwen3 and the serving engines do
     output: str = "shared"  # shared: the target's output layer, frozen; own: trained, starts as a copy of it
     mask_token_id: int | None = None  # None: see `default_mask_token`
-    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see start/block.py
+    start: Literal["random", "fitted"] = "random"  # fitted: on the first rows of training, see block_start.py
     sliding_window: int | None = None  # a slot sees this many positions, its own the last of them; None: all before
     blocks_per_row: int = 512  # that a training step draws
     architecture: dict[str, Any] = field(default_factory=dict)  # overrides of the target's values; `ARCHITECTURE` keys
@@ -65,7 +63,7 @@ class BlockConfig(HeadConfig):
         super().__post_init__()
         self.check_least(1, "num_layers", "blocks_per_row", "conv_group_size", "selector_top_k")
         self.check_least(0, "markov_rank", "mask_token_id", "confidence_weight", "selector_rank")
-        self.check_least(0, "selector_weight", "lattice_layers")
+        self.check_least(0, "lattice_layers")
         self.check_least(1, "lattice_size", "lattice_heads", "lattice_mlp_ratio")
         num_slots = self.num_depths + (0 if self.sample_from_anchor else 1)
         if self.sliding_window is not None and self.sliding_window < num_slots:
@@ -119,8 +117,7 @@ class BlockNetwork(Windowed, DraftHead):
         group = config.conv_group_size
         if group is not None and size % group:
             raise BadInput(f"head.conv_group_size {group}: does not divide the hidden size {size}")
-        layer = partial(BlockLayer, self.llama, has_head_norms=config.has_head_norms, conv_group_size=group)
-        self.layers = nn.ModuleList(layer() for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(self.llama, conv_group_size=group) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(self.llama)
         rank = config.markov_rank
@@ -129,8 +126,20 @@ class BlockNetwork(Windowed, DraftHead):
         self.candidate_selector = self.lilicorr = None
         top_k = min(config.selector_top_k, self.num_drafted)
         if config.lattice_layers:
-            how = {"eps": eps, "embed": target.embed, "to_target": self.to_target}
-            self.lilicorr = CandidateLattice(lattice_sizes(config, top_k), size, **how)
+            self.lilicorr = CandidateLattice(
+                size,
+                num_slots=config.num_depths,
+                top_k=top_k,
+                rank=config.selector_rank,
+                num_layers=config.lattice_layers,
+                size=config.lattice_size,
+                num_heads=config.lattice_heads,
+                mlp_ratio=config.lattice_mlp_ratio,
+                scale=config.lattice_scale,
+                eps=eps,
+                embed=target.embed,
+                to_target=self.to_target,
+            )
         elif rank := config.selector_rank:
             sizes = target.vocab_size, self.num_drafted, size
             self.candidate_selector = CandidateSelector(*sizes, rank=rank, top_k=top_k)
@@ -211,7 +220,7 @@ class BlockNetwork(Windowed, DraftHead):
         if self.lilicorr is not None:
             choices = self.choices(hidden, torch.stack(before, 1), starts.take(context), starts)
         for depth, tokens in enumerate(before):
-            states = with_previous(hidden[:, depth], pairs, tokens)
+            states = with_previous(hidden[:, depth], pairs, tokens)  # [B, S, D + rank]
             yield states if choices is None else torch.cat([states, choices[:, depth]], -1)
 
     def choices(self, hidden: Tensor, before: Tensor, context: Tensor, starts: ChainStarts) -> Tensor:
@@ -273,7 +282,7 @@ class BlockNetwork(Windowed, DraftHead):
             mix = {**spec.mix, "confidence": config.confidence_weight}
             spec = replace(spec, mix=mix, confidence=self.confidence_head)
         if self.chooser is not None:
-            mix = {**spec.mix, "selection": config.selector_weight}
+            mix = {**spec.mix, "selection": 1.0}
             spec = replace(spec, mix=mix, select=self.select, candidates=self.candidates)
         return spec
 
@@ -288,17 +297,3 @@ class BlockNetwork(Windowed, DraftHead):
 
     def _output(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.config.output == "shared" else self.lm_head(hidden)
-
-
-def lattice_sizes(config: BlockConfig, top_k: int) -> LatticeSizes:
-    """The sizes of the lattice that a config asks for."""
-    return LatticeSizes(
-        num_slots=config.num_depths,
-        top_k=top_k,
-        rank=config.selector_rank,
-        num_layers=config.lattice_layers,
-        size=config.lattice_size,
-        num_heads=config.lattice_heads,
-        mlp_ratio=config.lattice_mlp_ratio,
-        scale=config.lattice_scale,
-    )

@@ -139,11 +139,8 @@ def look_at_context(
     """
     largest = MOST_GAIN**2 * math.sqrt(attention.head_dim)  # largest score of normalised queries and keys
     sizes, angle = nearest_position(frequencies, num_slots, amplitude=largest)
-    if isinstance(attention.q_norm, nn.Identity):
-        sizes = sizes * largest * math.sqrt(attention.head_dim)
-    else:  # norms keep only the direction of queries and keys
-        for norm in (attention.q_norm, attention.k_norm):
-            nn.init.constant_(cast(Tensor, norm.weight), MOST_GAIN)
+    for norm in (attention.q_norm, attention.k_norm):  # which keep only the direction of queries and keys
+        nn.init.constant_(cast(Tensor, norm.weight), MOST_GAIN)
     low, high = torch.arange(len(sizes)), torch.arange(len(sizes)) + attention.head_dim // 2
     sizes = sizes.sqrt()[:, None].to(of_slots)
     keys = attention.k_proj.weight.unflatten(0, (attention.num_kv_heads, -1))

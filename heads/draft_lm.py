@@ -44,8 +44,7 @@ class DraftLMConfig(ParallelConfig):
     # architecture, initialised from those of the target's weights whose sizes match
     path: LocalPath | None = None
     num_layers: int = 2  # of a new model
-    hidden_size: int | None = None  # of a new model; None: the target's
-    intermediate_size: int | None = None  # of a new model; None: in proportion to the target's
+    hidden_size: int | None = None  # of a new model, whose MLPs are in proportion; None: the target's
     architecture: dict[str, Any] | None = None  # the model's Hugging Face config; set in saved heads
 
     @property
@@ -256,8 +255,7 @@ def fresh_model(config: DraftLMConfig, target: Target) -> Any:
     size = config.hidden_size or target.hidden_size
     given: dict[str, Any] = {"num_hidden_layers": config.num_layers, "hidden_size": size}
     if raw.get("intermediate_size"):
-        in_proportion = round(raw["intermediate_size"] * size / target.hidden_size)
-        given["intermediate_size"] = config.intermediate_size or in_proportion
+        given["intermediate_size"] = round(raw["intermediate_size"] * size / target.hidden_size)
     for key, value in raw.items():  # layer_types and the like have an entry per layer
         if "layer" in key and isinstance(value, list) and len(value) == target.num_layers:
             given[key] = value[: config.num_layers]

@@ -6,7 +6,7 @@ from which the target's own frozen output layer makes logits.
 
 EAGLE-1 (num_depths 1) trains one step from true features, with noise in place of the head's own errors. HASS
 (num_depths 3) trains as in decoding: the chain at start t is unrolled on the head's own features, without gradients
-between depths (`detach`; section 3.2). EAGLE-2 drafts dynamic trees with the same weights.
+between depths (section 3.2). EAGLE-2 drafts dynamic trees with the same weights.
 
 Served conventions (vLLM 0.32, SGLang 0.5): the feature is the state AFTER the target's final norm; embedding first in
 the concatenation; positions from 0 (x_{t+1} at rotary position t); no input norm in layer 0 and none after the last;
@@ -42,7 +42,6 @@ class EagleConfig(HeadConfig):
     loss: dict[str, float] = field(default_factory=lambda: {"feature": 1.0, "soft_ce": 0.1})
     num_layers: int = 1  # decoder layers
     bias: bool = False  # whether `fc` has a trained bias
-    detach: bool = True  # stop the gradient between depths
     # width of the uniform noise on the target's features in training, U(-noise/2, noise/2) in feature units. The papers
     # take 0.2; their code also scales it by 512 / tokens of the row, which we do not, as rows are padded
     noise: float = 0.0
@@ -81,9 +80,6 @@ class EagleHead(RecurrentHead):
             "model_type": "llama",
             **serving_keys(self.llama, num_layers=self.config.num_layers),
             "vocab_size": self.target.vocab_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
         }
 
     @property
@@ -132,7 +128,7 @@ class EagleHead(RecurrentHead):
         return output.post_norm.to(self.fc.weight.dtype)
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        return hidden.detach() if self.config.detach else hidden
+        return hidden.detach()
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         fused = self.fc(torch.cat([self.target.embed(token_ids).to(hidden.dtype), hidden], -1))  # [B, Q, D]

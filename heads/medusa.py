@@ -16,7 +16,7 @@ from .base import ChainStarts, DraftBatch, DraftHead, HeadConfig, LossOutput
 from .drafting.drafter import Reading
 from .loss.chains import chain_starts, mean_of
 from .loss.chunked import chunk_size, summed_loss
-from .loss.functions import LossSpec, output_layer_rows
+from .loss.functions import output_layer_rows
 from .start.closed_form import linear_map
 
 
@@ -36,8 +36,7 @@ class MedusaConfig(HeadConfig):
     # the target's own loss: KL divergence from the target without adapters, or cross entropy on the data's tokens
     self_distillation: bool = True
     head_weight: float = 0.2  # weight of the heads' loss, which is added to the target's own
-    target_learning_rate_scale: float = 0.25  # the adapters' learning rate as a share of the heads' ...
-    target_warmup_steps: int = 0  # ... from this step on; 0 before
+    target_learning_rate_scale: float = 0.25  # the adapters' learning rate as a share of the heads'
 
     @property
     def reads_layers(self) -> bool:
@@ -50,7 +49,7 @@ class MedusaConfig(HeadConfig):
         if self.feature_layers:
             raise BadInput(f"feature_layers: {self.type} reads the state after the final norm only")
         self.check_least(1, "num_residual_blocks")
-        self.check_least(0, "target_lora_rank", "target_warmup_steps")
+        self.check_least(0, "target_lora_rank")
         for name in ("target_lora_alpha", "head_weight", "target_learning_rate_scale"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -115,9 +114,8 @@ class MedusaHead(DraftHead):
             "medusa_fc_bias": True,
         }
 
-    def learning_rate_scales(self, step: int) -> dict[str, float]:
-        config = self.config
-        return {"adapter.": config.target_learning_rate_scale if step >= config.target_warmup_steps else 0.0}
+    def learning_rate_scales(self) -> dict[str, float]:
+        return {"adapter.": self.config.target_learning_rate_scale}
 
     def loss(
         self, batch: DraftBatch, denominators: Tensor | None = None, *, num_depths: int | None = None
@@ -206,16 +204,10 @@ class MedusaHead(DraftHead):
             # without autocast, as the adapted target's states were computed
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
                 teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
-        spec = LossSpec(
-            mix={"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0},
-            draft_logits=self.target.logits,
-            predicted_state=lambda hidden: hidden,
-            target_logits=self.target.logits,
-            restricted_logits=self.target.logits,
-        )
+        mix = {"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0}
         return summed_loss(
             states[supervised],
-            spec,
+            replace(self.loss_spec(0), mix=mix, draft_logits=self.target.logits, vocabulary=None),
             labels=batch.input_ids[:, 1:][supervised],
             teacher_hidden=teacher[supervised],
             weights=None if batch.weights is None else batch.weights[:, 1:][supervised],

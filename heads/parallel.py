@@ -19,6 +19,9 @@ from .base import HeadConfig
 from .loss.chains import ChainStarts, drawn_starts
 from .nn.mask_token import mask_token_of
 
+# COD: the share of the chains at a depth that train on the next depth too, and the least share of all chains
+DEPTH_SHARE, DEPTH_LEAST = 0.7, 0.2
+
 
 @dataclass(kw_only=True)
 class ParallelConfig(HeadConfig):
@@ -27,18 +30,13 @@ class ParallelConfig(HeadConfig):
     parallel: bool = False  # draft all tokens in one pass, with mask tokens
     mask_token_id: int | None = None  # None: see `default_mask_token`
     chains_per_row: int = 256  # chains that a step of parallel training draws per row
-    # COD: the share of the chains at a depth that train on the next depth too, but at least depth_least of all chains
-    depth_share: float = 0.7
-    depth_least: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least(0, "mask_token_id", "depth_share", "depth_least")
+        self.check_least(0, "mask_token_id")
         self.check_least(1, "chains_per_row")
         if self.parallel and self.num_depths == 1:
             raise BadInput("num_depths 1: parallel drafting needs 2 or more, or no mask token would ever be read")
-        if max(self.depth_share, self.depth_least) > 1:
-            raise BadInput(f"depth_share {self.depth_share}, depth_least {self.depth_least}: expected at most 1")
 
     def mask_token(self, target: Target) -> int | None:
         """The mask token's id; None without `parallel`. Raises BadInput if the target has no such token."""
@@ -50,7 +48,7 @@ class ParallelConfig(HeadConfig):
             return starts
         starts = drawn_starts(starts, most=self.chains_per_row)
         depths = torch.arange(starts.num_depths, device=starts.positions.device)
-        shares = (self.depth_share**depths).clamp(min=self.depth_least)  # [K]
+        shares = (DEPTH_SHARE**depths).clamp(min=DEPTH_LEAST)  # [K]
         drawn = torch.rand(starts.positions.shape, device=depths.device)  # [B, S]
         return ChainStarts(starts.positions, starts.valid & (drawn[..., None] < shares), has_gaps=True)
 

@@ -27,11 +27,11 @@ def compare(
 
     \b
     Examples, three seeds of two losses, and the two best of them:
-      for seed in 1 2 3; do for loss in kl tv; do
+      for seed in 1 2 3; do for loss in kl l1; do
         headstart train runs/eagle3.yaml ... head.loss="{$loss: 1.0}" train.seed=$seed train.output_dir=runs/$loss-$seed
       done; done
-      headstart compare runs/kl-* runs/tv-*
-      headstart compare runs/kl-2/eval runs/tv-1/eval
+      headstart compare runs/kl-* runs/l1-*
+      headstart compare runs/kl-2/eval runs/l1-1/eval
 
     Prints of each run the steps done, the last loss, tokens per second, the tokens per forward of the best validation,
     at which step, and what decoding gave there, and settings in which the runs differ. Of evaluations (folders

@@ -60,6 +60,9 @@ class Backend:
         if head.adapts_target and (self.is_zero3 or self.is_fsdp):
             name = actual_launch(accelerator).backend
             raise BadInput(f"{name} would shard the adapters that the target runs through: launch this head with ddp")
+        if head.adapts_target and config.context_parallel > 1:
+            why = "each process would learn the adapted target's own loss of the same rows"
+            raise BadInput(f"train.context_parallel {config.context_parallel}: {why}: leave it out with this head")
         step = Step(head, dtype=product_dtype(config))
         self.plain = without_weights(head) if self.is_zero3 or self.is_fsdp else head
         if self.is_zero3:

@@ -108,7 +108,7 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
     def groups(names: Sequence[str], *, peak: float, decay: float) -> list[dict[str, Any]]:
         by_part: dict[str, dict[str, Any]] = {}
         for name in names:
-            part = next((part for part in head.learning_rate_scales(0) if name.startswith(part)), "")
+            part = next((part for part in head.learning_rate_scales() if name.startswith(part)), "")
             fresh = {"params": [], "part": part, "peak": peak, "lr": peak, "weight_decay": decay}
             by_part.setdefault(part, fresh)["params"].append(named[name])
         return list(by_part.values())
@@ -148,7 +148,7 @@ def learning_rate_share(step: int, config: TrainConfig) -> float:
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, head: DraftHead, step: int, config: TrainConfig) -> float:
     """Give each group of `build_optimizer` its rate at 0-based `step`; returns the share of the peak."""
-    share, scales = learning_rate_share(step, config), head.learning_rate_scales(step)
+    share, scales = learning_rate_share(step, config), head.learning_rate_scales()
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * share * scales.get(group["part"], 1.0)
     return share

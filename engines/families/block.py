@@ -52,7 +52,7 @@ NESTED = ("mask_token_id", "target_layer_ids", "block_size", *DFLASH2_KEYS, *LIL
 IN_GGUF = {key: key for key in ("block_size", "sample_from_anchor", *DFLASH2_KEYS)}
 IN_GGUF |= {"target_layers": "target_layer_ids"}
 # tensors of which a reader takes sizes, or by which it knows what a head has
-QUERY_NORM, PREDECESSORS = "layers.0.self_attn.q_norm.weight", "candidate_selector.predecessor_codebook"
+PREDECESSORS = "candidate_selector.predecessor_codebook"
 MARKOV, MARKOV_IN_GGUF = "markov_head.markov_w1.weight", "markov_w1.weight"
 CONFIDENCE = "confidence_head.proj.weight"
 
@@ -220,7 +220,7 @@ class BlockServing(Serving):
     keeps_vocabulary = True
     key_types = {"dflash_config": dict, "markov_rank": int}
     computes = tuple(
-        "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence has_head_norms "
+        "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence "
         "mask_token_id selector_top_k lattice_layers lattice_size lattice_heads lattice_mlp_ratio lattice_scale".split()
     )
     in_sglang = "SGLang lets a slot see earlier slots only"
@@ -240,7 +240,6 @@ class BlockServing(Serving):
                 head.config["architectures"] == [LILICORR] and own["selector_top_k"] not in choosers.WIDTHS
             ),
             "lattice_layers: the speculators layout has no lattice": to == "speculators" and own["lattice_layers"],
-            "has_head_norms false: engines normalise queries and keys of heads": not own["has_head_norms"],
             "output own: SGLang's DFlash drafts with the target's output layer": is_bound and own["output"] == "own",
         }
         found = [f"{problem}: nothing written" for problem, is_there in problems.items() if is_there]
@@ -301,7 +300,6 @@ class BlockServing(Serving):
             "selector_rank": 0 if selector is None else selector.shape[1],
             "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
             **(choosers.lattice_keys(config.need, target.hidden_size) if is_lattice else {}),
-            "has_head_norms": QUERY_NORM in tensors,
             "output": "own" if LM_HEAD in tensors else "shared",
             "mask_token_id": config.need("mask_token_id", int),
             "architecture": architecture_of(TypedKeys(layer, config.where).without("sliding_window"), target),

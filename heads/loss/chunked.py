@@ -140,12 +140,11 @@ class Drafts:
         shape = len(self.hidden), len(self.hidden[0])
         self.sums = self.coefficients.new_zeros(len(self.hidden))  # [K] sums of weighted losses
         self.guesses = self.labels.new_full(shape, -1)  # [K, N] the most probable target id; -1: not scored
-        self.values = self.coefficients.new_zeros(shape)  # [K, N] losses; 0: not scored
         self.hidden_grads = [torch.zeros_like(states) for states in self.hidden] if self.with_gradients else []
         self.parameter_grads: list[Tensor | None] = [None] * len(self.parameters)
 
     def score(self) -> Tensor:
-        """The loss, differentiable in `hidden` and `parameters`; fills sums, values and guesses."""
+        """The loss, differentiable in `hidden` and `parameters`; fills sums and guesses."""
         return Scoring.apply(self, *self.hidden, *self.parameters)  # pyright: ignore[reportReturnType]
 
     def gradients(self) -> list[Tensor | None]:
@@ -190,7 +189,7 @@ class Drafts:
     def _score_depth(
         self, depth: int, chains: Tensor, drafted: Rows, logits: Tensor, weights: Tensor | None, *, out: Tensor | None
     ) -> Tensor | None:
-        """Record the values and best guesses of one depth's chains [n].
+        """Record the loss and the best guesses of one depth's chains [n].
 
         Args: logits: [n, Vd]. weights: [n]. out: [n, Vd] receives the gradient of the logits; None: it is not wanted.
         Returns: [n, D] the gradient of the predicted states, where a loss is of these.
@@ -207,7 +206,6 @@ class Drafts:
                 values, out[:], of_state = self._differentiate(drafted, scale)
         vocabulary = drafted.spec.vocabulary
         guesses = guesses if vocabulary is None else vocabulary.to_target[guesses]
-        self.values[depth, chains] = values.detach()
         self.sums[depth] += (values if weights is None else values * weights).sum()
         self.guesses[depth, chains] = guesses
         return of_state

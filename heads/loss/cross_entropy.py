@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .functions import Rows
+from .functions import EXPONENT, Rows
 from .fusing import Fusable
 
 CLOSED = ("hard_ce", "greedy_gce", "soft_ce", "restricted_ce", "kl")
@@ -25,8 +25,7 @@ def closed_mix(rows: Rows, logits: Tensor, scale: Tensor, *, out: Tensor) -> tup
     constant = mix["kl"] * rows.target.negative_entropy[rows.at] if "kl" in mix else None
     shares = {name: float(mix[name]) for name in labels}
     scale = scale.expand(n)
-    plain = logits, out, scale, labels, probs, covered, soft
-    values, ids = cross_entropies(*plain, shares=shares, exponent=rows.spec.exponent)
+    values, ids = cross_entropies(logits, out, scale, labels, probs, covered, soft, shares=shares)
     return values if constant is None else values + constant, ids
 
 
@@ -54,7 +53,6 @@ def cross_entropies(
     soft: float,
     *,
     shares: dict[str, float],
-    exponent: float,
 ) -> tuple[Tensor, Tensor]:
     """`closed_mix` on plain tensors. labels: by loss name, draft ids [n]; `shares` are their weights in the mix. probs
     [n, Vd], covered [n], soft: as `distribution_of` gives them."""
@@ -72,8 +70,8 @@ def cross_entropies(
         if name == "hard_ce":
             values += shares[name] * loss
         else:  # (1 - exp(-g loss)) / g
-            values -= shares[name] * torch.expm1(-exponent * loss) / exponent
-            share = share * torch.exp(-exponent * loss)
+            values -= shares[name] * torch.expm1(-EXPONENT * loss) / EXPONENT
+            share = share * torch.exp(-EXPONENT * loss)
         of_probs += share
         singles.append((label, share))
     if probs is not None and covered is not None:

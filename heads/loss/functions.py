@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ...base.errors import BadInput
 
 TensorMap = Callable[[Tensor], Tensor]
+TOP_K = 10  # of the target's tokens, that `topk_ce` reads
+EXPONENT = 0.5  # g of `greedy_gce`
 
 
 @dataclass
@@ -47,8 +49,6 @@ class LossSpec:
     # hidden [n, D], and their logits and draft ids [n, k] -> [n, k] by which it chooses
     select: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     vocabulary: DraftVocabulary | None = None
-    top_k: int = 10  # of `topk_ce`
-    exponent: float = 0.5  # g of `greedy_gce`
 
 
 def output_layer_rows(output_layer: nn.Module, vocabulary: DraftVocabulary | None) -> dict[str, Tensor]:
@@ -131,9 +131,9 @@ class Rows:
         return self.draft_logits.log_softmax(-1)
 
     @cached_property
-    def draft_probs(self) -> Tensor:
-        """[n, Vd]."""
-        return self.draft_log_probs.exp()
+    def overlap(self) -> Tensor:
+        """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
+        return torch.minimum(self.target_probs, self.draft_log_probs.exp()).sum(-1)
 
     @cached_property
     def candidates(self) -> Tensor:
@@ -168,11 +168,6 @@ class Rows:
         """[n, Vd], without gradient."""
         return self.target.log_probs[self.at]
 
-    @cached_property
-    def overlap(self) -> Tensor:
-        """[n] sum_v min(p(v), q(v)): the probability that a sampled draft is accepted (Leviathan et al. 2023)."""
-        return torch.minimum(self.target_probs, self.draft_probs).sum(-1)
-
 
 # the losses, [n] each: p is the target's distribution, q the draft's
 
@@ -183,15 +178,15 @@ def hard_ce(rows: Rows) -> Tensor:
 
 
 def greedy_gce(rows: Rows) -> Tensor:
-    """(1 - q(best)^g) / g, the generalised cross entropy (Zhang and Sabuncu 2018) of the target's most probable token,
-    which verification accepts at temperature 0: cross entropy as g -> 0, 1 - q at g = 1.
+    """(1 - q(best)^g) / g, g EXPONENT: the generalised cross entropy (Zhang and Sabuncu 2018) of the target's most
+    probable token, which verification accepts at temperature 0: cross entropy as g -> 0, 1 - q at g = 1.
 
     Its gradient is that of -log q times q^g, so tokens that a small head cannot predict, whose -log q would dominate,
     count less than those that greedy drafting can get accepted.
     """
     labels = rows.target.best[rows.at]
     loss = F.nll_loss(rows.draft_log_probs, labels, ignore_index=-1, reduction="none")
-    return -torch.expm1(-rows.spec.exponent * loss) / rows.spec.exponent
+    return -torch.expm1(-EXPONENT * loss) / EXPONENT
 
 
 def soft_ce(rows: Rows) -> Tensor:
@@ -221,22 +216,18 @@ def kl(rows: Rows) -> Tensor:
 
 
 def topk_ce(rows: Rows) -> Tensor:
-    """soft_ce over the `top_k` most probable tokens of the draft vocabulary (HASS, Zhang et al. 2025)."""
-    probs, ids = rows.target_probs.topk(min(rows.spec.top_k, rows.target_probs.shape[-1]), -1)  # [n, top_k]
+    """soft_ce over the TOP_K most probable tokens of the draft vocabulary (HASS, Zhang et al. 2025)."""
+    probs, ids = rows.target_probs.topk(min(TOP_K, rows.target_probs.shape[-1]), -1)  # [n, top_k]
     return -(probs * rows.draft_log_probs.gather(-1, ids)).sum(-1)
 
 
-def tv(rows: Rows) -> Tensor:
-    """sum_v |p(v) - q(v)| / 2 over the target's whole vocabulary: 1 minus the acceptance probability.
+def l1(rows: Rows) -> Tensor:
+    """sum_v |p(v) - q(v)| over the target's whole vocabulary, 2 - 2 sum_v min(p(v), q(v)): twice the chance that a
+    sampled draft is rejected (Leviathan et al. 2023). DSpark: hard_ce 0.1 and l1 0.9.
 
     Its gradient vanishes where p and q hardly overlap, so alone and from scratch it trains badly (Samarin et al. 2026).
     """
-    return 1 - rows.overlap
-
-
-def l1(rows: Rows) -> Tensor:
-    """sum_v |p(v) - q(v)| (DSpark: hard_ce 0.1 and l1 0.9)."""
-    return 2 * tv(rows)
+    return 2 * (1 - rows.overlap)
 
 
 def feature(rows: Rows) -> Tensor:
@@ -262,7 +253,7 @@ def selection(rows: Rows) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Rows], Tensor]] = {
-    loss.__name__: loss for loss in (hard_ce, greedy_gce, soft_ce, restricted_ce, kl, topk_ce, tv, l1, feature)
+    loss.__name__: loss for loss in (hard_ce, greedy_gce, soft_ce, restricted_ce, kl, topk_ce, l1, feature)
 }
 # including those that heads with a confidence head or a selector add to their mix
 ALL_LOSSES = {**LOSSES, "confidence": confidence, "selection": selection}

@@ -4,8 +4,7 @@ They read and return plain tensors, record no gradients and hold no weights, so 
 the head (DDP, ZeRO, FSDP), and one compilation serves all sizes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
@@ -56,14 +55,3 @@ def fuse(is_fused: bool, device: torch.device | None = None) -> None:
         except Exception as error:  # compilers and their loaders raise exceptions of many kinds
             raise BadInput(f"train.compile: torch.compile does not work on {device}: {first_line(error)}") from error
     Fusable.is_fused = is_fused
-
-
-@contextmanager
-def fused(is_fused: bool) -> Iterator[None]:
-    """`fuse` within a context."""
-    before = Fusable.is_fused
-    fuse(is_fused)
-    try:
-        yield
-    finally:
-        fuse(before)

@@ -27,23 +27,23 @@ WIDE = 128  # head dimension of published drafters
 
 
 class BlockLayer(nn.Module):
-    """A Llama layer, or with has_head_norms a Qwen3 one, whose attention over slots and context the caller provides;
-    with conv_group_size, DFlash2's, with convolutions around attention and MLP."""
+    """A Qwen3 layer whose attention over slots and context the caller provides; with conv_group_size, DFlash2's, with
+    convolutions around attention and MLP."""
 
-    def __init__(self, config: LlamaConfig, *, has_head_norms: bool, conv_group_size: int | None = None):
+    def __init__(self, config: LlamaConfig, *, conv_group_size: int | None = None):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps)
-        self.self_attn = Attention(config, has_head_norms=has_head_norms)
+        self.self_attn = Attention(config, has_head_norms=True)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.attention_conv = self.mlp_conv = None
         if conv_group_size is not None:
             self.attention_conv = SlotConvolution(size, group_size=conv_group_size)
             self.mlp_conv = SlotConvolution(size, group_size=conv_group_size)
-        if has_head_norms:  # they bound scores by gain^2 sqrt(H); this gain gives narrow heads the bound of WIDE ones
-            for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
-                nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
+        # the norms bound scores by gain^2 sqrt(H); this gain gives narrow heads the bound of WIDE ones
+        for norm in (self.self_attn.q_norm, self.self_attn.k_norm):
+            nn.init.constant_(cast(Tensor, norm.weight), max(1.0, WIDE / self.self_attn.head_dim) ** 0.25)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, *, num_blocks: int = 1) -> Tensor:
         """The slots of S blocks [B, W * S, D] -> [B, W * S, D]."""

@@ -192,6 +192,7 @@ def serving_keys(config: LlamaConfig, *, num_layers: int) -> dict[str, Any]:
     rope = llama["rope_parameters"]
     return {
         **{key: llama[key] for key in SERVED},
+        **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
         "num_hidden_layers": num_layers,
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,

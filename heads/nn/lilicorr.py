@@ -10,7 +10,7 @@ backbone says of a candidate is among what the layers read. Tensors and arithmet
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -92,48 +92,42 @@ class LatticeLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatticeSizes:
-    """What a lattice is made of."""
-
-    num_slots: int  # that draft, of the widest block
-    top_k: int
-    rank: int  # channels of outgoing and incoming vectors
-    num_layers: int
-    size: int  # of its layers
-    num_heads: int
-    mlp_ratio: float
-    scale: float  # of the cosines of two vectors, which are logits then
-
-
 class CandidateLattice(Chooser[LatticeCandidates]):
     """LiLiCorr's correlator."""
 
     def __init__(
         self,
-        sizes: LatticeSizes,
         hidden_size: int,
         *,
+        num_slots: int,
+        top_k: int,
+        rank: int,
+        num_layers: int,
+        size: int,
+        num_heads: int,
+        mlp_ratio: float,
+        scale: float,
         eps: float,
         embed: Callable[[Tensor], Tensor],
         to_target: Callable[[Tensor], Tensor],
     ):
-        """Args: hidden_size: D. eps: of norms. embed: of target ids, by the target. to_target: from draft ids."""
-        super().__init__(top_k=sizes.top_k)
-        size, rank, num_slots = sizes.size, sizes.rank, sizes.num_slots
-        self.scale, self.num_slots, self.embed, self.to_target = sizes.scale, num_slots, embed, to_target
+        """Args: hidden_size: D. num_slots: that draft, of the widest block. rank: channels of outgoing and incoming
+        vectors. num_layers, size, num_heads, mlp_ratio: of the layers. scale: of the cosines of two vectors, which are
+        logits then. eps: of norms. embed: of target ids, by the target. to_target: from draft ids."""
+        super().__init__(top_k=top_k)
+        self.scale, self.num_slots, self.embed, self.to_target = scale, num_slots, embed, to_target
         self.token_proj = nn.Identity() if size == hidden_size else nn.Linear(hidden_size, size)
         self.pass_hidden_proj = nn.Linear(hidden_size, size)
         self.feature_norm = nn.LayerNorm(NUM_FIGURES)
         self.feature_mlp = SiluMLP(NUM_FIGURES, size, size)
         self.slot_embedding = nn.Parameter(torch.zeros(1, 1, num_slots, 1, size))
-        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, sizes.top_k, size))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, top_k, size))
         # as engines have it, of distances up to the width of a block with a slot for the anchor
-        self.relative_slot_bias = nn.Parameter(torch.zeros(sizes.num_heads, 2 * num_slots + 1))
-        self.same_slot_bias = nn.Parameter(torch.zeros(sizes.num_heads))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(num_heads, 2 * num_slots + 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(num_heads))
         self.context_proj = nn.Linear(hidden_size, size)
-        how: dict[str, Any] = {"num_heads": sizes.num_heads, "mlp_ratio": sizes.mlp_ratio, "eps": eps}
-        self.layers = nn.ModuleList(LatticeLayer(size, **how) for _ in range(sizes.num_layers))
+        layer = partial(LatticeLayer, size, num_heads=num_heads, mlp_ratio=mlp_ratio, eps=eps)
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
         self.output_norm, self.anchor_norm = RMSNorm(size, eps=eps), RMSNorm(size, eps=eps)
         self.factor_input_proj = nn.Linear(3 * size, size)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(size, rank) for _ in range(3))

@@ -1,3 +1,3 @@
 """Where fresh heads start. `closed_form` first: linear maps by ridge regression, logits no louder than even guessing.
-`eagle3` and `block`: whole layers of these families; `copying`: attention heads that copy earlier text.
+`eagle3`: EAGLE-3's first layer, `copying`: its attention heads that copy earlier text (a block's: block_start.py).
 """

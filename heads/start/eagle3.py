@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...targets.caches.masks import visibility_mask
+from ...targets.target import Target
 from ..nn.batch import DraftBatch
 from ..nn.layers import Attention
 from .closed_form import (
@@ -44,23 +45,14 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> str | None:
     Returns a line that says why, if there are too few positions and the head stays as it is."""
     target, first = head.target, head.decoder_layers[0]
     gain, divisor = final_gain(target)
-    positions = positions_of(
-        (b.loss_mask, b.output.features, target.embed(b.input_ids), b.output.post_norm / divisor) for b in batches
-    )
+    positions = positions_of(target, batches, divisor=divisor)
     if line := too_few(len(positions.states), target.hidden_size):
         return line
     head.feature_sizes = channel_sizes(positions.features)
-    attention, frequencies = first.self_attn, head.rotary.frequencies
     ids = torch.cat([b.input_ids.flatten() for b in batches]).unique()
-    code = token_code(attention, frequencies, first.input_layernorm(target.embed(ids).cpu().float()), positions.states)
-
-    def attend(role: Role) -> Tensor:
-        by_batch = (attended(attention, role, *read_rows(head, batch)) for batch in batches)
-        return torch.cat([rows[fitted_positions(b.loss_mask).cpu()] for rows, b in zip(by_batch, batches, strict=True)])
-
-    predicted = fit_layer(
-        head.fc, attention, first.both, positions, frequencies, sizes=head.feature_sizes, code=code, attend=attend
-    )
+    embedded = first.input_layernorm(target.embed(ids).cpu().float())
+    code = token_code(first.self_attn, head.rotary.frequencies, embedded, positions.states)
+    predicted = fit_layer(head, batches, positions, code=code)
     if code is not None:
         rows = head.lm_head.weight * gain.cpu()
         head.lm_head.weight.sub_((rows - code.cleared(rows)) / divisor.cpu())
@@ -72,14 +64,15 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> str | None:
     return None
 
 
-def read_rows(head: Any, batch: DraftBatch) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """What the first layer's attention reads of rows, [B, T, 2D]; its rotary tables; its mask."""
+def copied_by(head: Any, role: Role, batch: DraftBatch) -> Tensor:
+    """[n, D] the `attended` embeddings at the `fitted_positions` of rows, by the weights that the head has by now."""
     first, num = head.decoder_layers[0], batch.input_ids.shape[1]
     hidden = head.fused(batch.output.features.cpu().float())  # [B, T, D]
     embedded = head.target.embed(batch.input_ids).cpu().to(hidden.dtype).roll(-1, 1)
     rotary = head.rotary(batch.positions.cpu(), like=hidden, num_positions=num)
     mask = visibility_mask(batch.positions.cpu(), extent=num, dtype=hidden.dtype, window=head.window)
-    return first.both(embedded, hidden), rotary, mask
+    found = attended(first.self_attn, role, first.both(embedded, hidden), rotary, mask)
+    return found[fitted_positions(batch.loss_mask).cpu()]
 
 
 @dataclass
@@ -104,17 +97,15 @@ def fitted_positions(loss_mask: Tensor) -> Tensor:
     return at
 
 
-def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
-    """The `fitted_positions` of batches.
-
-    Args: batches: each loss_mask [B, T], features [B, T, L, D], embeddings [B, T, D] of x_t, states [B, T, D].
-    """
+def positions_of(target: Target, batches: Iterable[DraftBatch], *, divisor: Tensor) -> Positions:
+    """The `fitted_positions` of batches. Args: divisor: [D] of post-norm states."""
     parts = list[list[Tensor]]()
-    for loss_mask, features, embedded, states in batches:
-        at = fitted_positions(loss_mask)
+    for batch in batches:
+        at = fitted_positions(batch.loss_mask)
         after = at.roll(1, 1)  # the positions t + 1
+        embedded, states = target.embed(batch.input_ids), batch.output.post_norm / divisor
         tokens = embedded[at.roll(-1, 1)], embedded[at], embedded[after]
-        parts.append([x.cpu() for x in (features[at].flatten(1), *tokens, states[at], states[after])])
+        parts.append([x.cpu() for x in (batch.output.features[at].flatten(1), *tokens, states[at], states[after])])
         parts[-1].append(at.roll(-1, 1)[at].cpu())
     joined = [torch.cat(lists) for lists in zip(*parts, strict=True)]
     features, before, current, embedded, states, following = (x.float() for x in joined[:-1])
@@ -122,27 +113,11 @@ def positions_of(batches: Iterable[Sequence[Tensor]]) -> Positions:
 
 
 @torch.no_grad()
-def fit_layer(
-    fc: nn.Linear,
-    attention: Attention,
-    read: Callable[[Tensor, Tensor], Tensor],
-    at: Positions,
-    frequencies: Tensor,
-    *,
-    sizes: Tensor,
-    code: TokenCode | None,
-    attend: Callable[[Role], Tensor],
-) -> Tensor:
-    """Set `fc` and the attention's projections; returns the predictions [n, D] of the following states.
-
-    Args:
-        read: maps embeddings and hidden states [n, D] to the projections' input [n, 2D].
-        frequencies: [H / 2] of the rotary embedding, in radians per position.
-        sizes: [L * D] `channel_sizes` of the features.
-        code: for heads that copy; None: none do.
-        attend: maps the role of these heads to the `attended` embeddings [n, D], with the weights that `fc` and the
-            attention have by then.
-    """
+def fit_layer(head: Any, batches: Sequence[DraftBatch], at: Positions, *, code: TokenCode | None) -> Tensor:
+    """Set `fc` and the projections of the first layer's attention; returns the predictions [n, D] of the following
+    states. Args: at: of the batches. code: for heads that copy; None: none do."""
+    fc: nn.Linear = head.fc
+    attention, read, sizes = head.decoder_layers[0].self_attn, head.decoder_layers[0].both, head.feature_sizes
     # `fc`: the states at t, and the codes of tokens where heads copy
     features, size = at.features / sizes, at.states.shape[1]
     fused = ridge(features, at.states)  # [L * D, D]
@@ -156,10 +131,10 @@ def fit_layer(
     # queries and keys: where each role of heads looks
     own, *copying = roles_of(attention, copies=code is not None)
     constant = ridge(read(at.embedded, hidden), torch.ones(len(hidden), 1), strength=1e-3)[:, 0]
-    look_at_itself(attention, constant, frequencies, key_heads=own.key_heads(attention))
+    look_at_itself(attention, constant, head.rotary.frequencies, key_heads=own.key_heads(attention))
     if code is not None:
         find_tokens(attention, copying[0], code)
-    copied = [attend(role) for role in copying]
+    copied = [torch.cat([copied_by(head, role, batch) for batch in batches]) for role in copying]
 
     # values and output projection: from what the roles read to what is missing of the following states
     def missing_of(index: Tensor, hidden: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ class TargetSize:
     layers: int  # all of them
     largest_layer: int
     output: int  # the final norm and the output layer; one that is the embedding too is counted there
-    rest: int  # such as a vision tower, which is not loaded
 
     @property
     def whole(self) -> int:
@@ -96,7 +95,7 @@ def target_size(skeleton: Target) -> TargetSize:
     embedding, output = num_bytes(skeleton.input_embedding), num_bytes(skeleton.final_norm, skeleton.output_layer)
     layers = [num_bytes(layer) for layer in skeleton.layers]
     rest_of_text = num_bytes(skeleton.base)  # as an embedding per layer
-    return TargetSize(embedding, sum(layers) + rest_of_text, max(layers), output, num_bytes(skeleton.model))
+    return TargetSize(embedding, sum(layers) + rest_of_text, max(layers), output)
 
 
 def row_share(target: Target) -> float:

@@ -68,7 +68,8 @@ def save_head(
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
     if training is not None:
         training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
-    target_name = found_from_anywhere(head.target.name)
+    name = head.target.name
+    target_name = str(Path(name).absolute()) if Path(name).exists() else name  # found from any working directory
     record = HeadRecord(head.config.as_dict(), target_name, head.target.stored_fingerprint, training)
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
@@ -79,11 +80,6 @@ def save_head(
             write_adapter({name.removeprefix(ADAPTER): tensors.pop(name) for name in names}, head.target, temporary)
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     return Path(folder)
-
-
-def found_from_anywhere(target: str) -> str:
-    """A target's name that holds in every working directory: a local path made absolute, or a hub id as it is."""
-    return str(Path(target).absolute()) if Path(target).exists() else target
 
 
 def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:

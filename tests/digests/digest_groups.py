@@ -40,8 +40,8 @@ RUNS = {  # further ways to train: a config, and keys
     "adapters": "eagle3 train.start_from=trained/heads-eagle3/final train.lora_rank=2",
     "best": "medusa train.validate_every=2 train.checkpoint_every=3 train.patience=3",
     "killed": "eagle train.checkpoint_every=2",
-    "shipped-eagle3": "runs/eagle3.yaml head.loss.tv=0.5",
-    "shipped-medusa": 'runs/medusa.yaml head.loss={"tv":1.0}',
+    "shipped-eagle3": "runs/eagle3.yaml head.loss.l1=0.5",
+    "shipped-medusa": 'runs/medusa.yaml head.loss={"l1":1.0}',
 }
 EXPORTS = {"eagle": "vllm sglang", "hass": "vllm sglang", "eagle3": "vllm sglang speculators", "medusa": "vllm",
            "eagle3+cut": "vllm sglang speculators", "medusa2": "vllm", "mtp+mimo": "vllm sglang hf",

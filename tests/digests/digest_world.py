@@ -35,8 +35,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "eagle3+cut": {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True, "num_depths": 3},
     "eagle3+foreign": {"norm_before_residual": True, "norm_before_fc": True, "num_layers": 2, "num_depths": 3},
     "eagle3+exponential": {"num_depths": 4, "depth_weights": "exponential"},
-    "eagle3+losses": {"loss": {one: 1.0 for one in "soft_ce kl topk_ce tv l1 greedy_gce feature".split()}},
-    "medusa2+tokens": {"self_distillation": False, "target_warmup_steps": 2},
+    "eagle3+losses": {"loss": {one: 1.0 for one in "soft_ce kl topk_ce l1 greedy_gce feature".split()}},
+    "medusa2+tokens": {"self_distillation": False},
     "mtp+mimo": {"layout": "mimo", "num_depths": 2},
     "mtp+qwen3_next": {"layout": "qwen3_next", "num_depths": 2, "draft_vocab_size": 40},
 }

@@ -170,7 +170,6 @@ def test_a_flag_that_costs_acceptance_is_found(to, kind, name, value, problem, c
     ("options", "to", "message"),
     [
         ({"markov_rank": 0}, "vllm", "sample_from_anchor without a Markov head"),
-        ({"has_head_norms": False}, "vllm", "has_head_norms false"),
         ({**DFLASH, "output": "own"}, "sglang", "SGLang's DFlash drafts with the target's output layer"),
         ({}, "hf", "hf loads no block heads"),
         ({**LILICORR, "selector_top_k": 5}, "vllm", "engines' lattices have one of"),

@@ -393,7 +393,7 @@ def test_a_family_owns_its_serving(target, tmp_path, monkeypatch):
     monkeypatch.setitem(HEADS, "own", OwnHead)
     monkeypatch.setitem(SERVINGS, "own", OwnServing())
     monkeypatch.setitem(METHODS, "own", "own")
-    config = OwnConfig(num_depths=2, num_residual_blocks=2, loss_top_k=3)
+    config = OwnConfig(num_depths=2, num_residual_blocks=2, depth_decay=0.7)
     ours = perturb(build_head(config, target, seed=2), 0.1, seed=1)
     save_head(ours, tmp_path / "head")
     export_head(tmp_path / "head", tmp_path / "out", to="vllm")

@@ -131,8 +131,10 @@ def test_draft_equals_teacher_forced(head_type, target):
     num_read = prefix.shape[1] - 1
     state = head.begin(batch_size=1, max_length=64)
     output = target.forward(prefix[:, :-1], feature_layers=head.feature_layers)
-    head.commit(state, Reading(prefix[:, :-1], prefix[:, 1:], output, torch.tensor([0]), torch.tensor([num_read])))
-    drafted = head.propose(state, num_draft_tokens=head.num_depths)
+    read = Reading(prefix[:, :-1], prefix[:, 1:], output, torch.tensor([0]), torch.tensor([num_read]))
+    for _ in range(2):  # what is committed again changes nothing, whatever was drafted in between
+        head.commit(state, read)
+        drafted = head.propose(state, num_draft_tokens=head.num_depths)
 
     row = torch.cat([prefix, drafted.tokens, torch.tensor([[3, 4]])], 1)
     mask = torch.arange(row.shape[1])[None] >= num_read
@@ -208,10 +210,10 @@ def test_decoding_drafts_what_training_scored(head_type, family, beyond):
 
 @pytest.mark.fast_only(head_type=sorted(HEADS))  # variants: the test above has their texts too
 def test_greedy_is_lossless(head_type, target, references):
-    """For an untrained and a perturbed head, in a ragged batch and row by row, K from 1 to the most."""
+    """For an untrained and a perturbed head, in a ragged batch and row by row, K 1 and the most."""
     untrained, head = fresh(head_type, target), fresh(head_type, target, trained_looking=True)
     most = head.max_draft_tokens or 7
-    for one, num_draft in ((untrained, most), (head, 1), (head, most)):
+    for one, num_draft in ((untrained, 1), (head, most)):
         assert generate(target, one, PROMPTS, max_new_tokens=16, num_draft_tokens=num_draft).token_ids == references
     alone = [generate(target, head, prompt, max_new_tokens=16).token_ids[0] for prompt in PROMPTS[1:3]]
     assert alone == references[1:3]
@@ -262,6 +264,7 @@ def test_a_head_of_another_target_is_refused(head_type, target, tiny_target, tmp
         load_head(tmp_path / "head", tiny_target("qwen3"))
 
 
+@pytest.mark.parametrize("head_type", [*sorted(HEADS), OWN])
 def test_served_names_and_shapes_are_frozen(head_type, target):
     """What engines load, at D 32, V 61, 2 key heads of 4, H 8, FFN 48: a change here breaks every trained head."""
     if head_type not in GOLDEN:

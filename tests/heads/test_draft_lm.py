@@ -25,10 +25,6 @@ def build(config, target) -> Any:
     return build_head(config, target)
 
 
-def load(folder, target) -> Any:
-    return load_head(folder, target)
-
-
 @pytest.fixture
 def small(tiny_model, tmp_path):
     """small(family, ...): the folder of a small model."""
@@ -89,26 +85,20 @@ def test_padding_of_the_vocabulary_is_the_targets(tiny_target, small):
 # What is saved
 
 
-def test_a_saved_head_is_a_hugging_face_model(family, tiny_target, tmp_path):
+def test_a_saved_head_is_a_hugging_face_model(family, tiny_target, small, tmp_path):
     """Also where the output layer is the embedding, and without the folder that it was trained from."""
-    target = tiny_target(family)
-    head = perturb(build(DraftLMConfig(), target), 0.1, seed=4).eval()
+    target, source = tiny_target(family), small(family) if family == "qwen3" else None
+    head = perturb(build(DraftLMConfig(path=source), target), 0.1, seed=4).eval()
     folder = save_head(head, tmp_path / "head")
+    if source is not None:
+        shutil.rmtree(source)
     found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, info = found
     assert not any(info.values()), info
     torch.testing.assert_close(model(IDS).logits, head.reader.model(IDS).logits, rtol=1e-5, atol=1e-5)
     assert "headstart" in json.loads((folder / "config.json").read_text())
-    loaded = load(folder, target)
+    loaded: Any = load_head(folder, target)
     assert torch.equal(loaded.reader.model(IDS).logits, head.reader.model(IDS).logits)
-
-
-def test_a_saved_head_does_not_need_what_it_was_trained_from(target, small, tmp_path):
-    source = small("qwen3")
-    head = perturb(build(DraftLMConfig(path=source), target), 0.1, seed=4).eval()
-    folder = save_head(head, tmp_path / "head")
-    shutil.rmtree(source)
-    assert torch.equal(load(folder, target).reader.model(IDS).logits, head.reader.model(IDS).logits)
 
 
 def test_rotary_frequencies_stay_exact_in_bf16(target):
@@ -122,10 +112,9 @@ def test_rotary_frequencies_stay_exact_in_bf16(target):
 # Drafting
 
 
-@pytest.mark.parametrize("source", ["llama", "qwen3"])
-def test_as_a_head_and_as_a_draft_model_it_drafts_the_same(source, saved_target, small, tmp_path):
+def test_as_a_head_and_as_a_draft_model_it_drafts_the_same(saved_target, small, tmp_path):
     target = Target.load(saved_target)
-    head = perturb(build(DraftLMConfig(path=small(source)), target), 0.1, seed=4)
+    head = perturb(build(DraftLMConfig(path=small("qwen3")), target), 0.1, seed=4)
     folder = save_head(head, tmp_path / "head")
     for file in saved_target.glob("*token*"):
         shutil.copy(file, folder)
@@ -167,18 +156,3 @@ def test_another_tokenizer_is_refused(saved_target, tmp_path):
     with pytest.raises(BadInput) as caught:
         build(DraftLMConfig(path=str(folder)), Target.load(saved_target))
     assert "is another: 'w" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"draft_vocab_size": 20}, "draft_vocab_size: draft_lm drafts the target's whole vocabulary"),
-        ({"feature_layers": [1]}, "feature_layers: draft_lm reads tokens only"),
-        ({"num_layers": 5}, "head.num_layers 5: expected 1 to 4"),
-        ({"path": "./gone"}, "head.path ./gone: "),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_one_line(changes, problem, target):
-    with pytest.raises(BadInput) as caught:
-        build(DraftLMConfig(**changes), target)
-    assert problem in str(caught.value)

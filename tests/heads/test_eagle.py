@@ -3,7 +3,6 @@
 import pytest
 import torch
 from formulas import check_gradients, llama_layer, supervised
-from headstart.base.errors import BadInput
 from headstart.configs.loader import build, read_config, shipped
 from headstart.heads.base import chain_starts
 from headstart.heads.eagle import EagleConfig
@@ -22,7 +21,7 @@ def naive_eagle(head, batch, row, t, num_depths):
             hidden = llama_layer(layer, hidden, head.llama, is_normed=i > 0)
         yield hidden[-1]
         if len(features) + 1 < len(ids):
-            features = torch.cat([features, hidden[-1:].detach() if head.config.detach else hidden[-1:]])
+            features = torch.cat([features, hidden[-1:].detach()])
 
 
 def smooth_l1(a, b):
@@ -52,7 +51,6 @@ def naive_loss(head, batch, *, feature_weight, token_weight):
 CASES = {
     "EAGLE-1": {"num_depths": 1},
     "HASS": {"num_depths": 3, "depth_decay": 1.0},
-    "gradients through all depths": {"num_depths": 3, "detach": False, "depth_decay": 0.8},
     "two layers": {"num_depths": 3, "num_layers": 2, "bias": True},
 }
 
@@ -97,15 +95,6 @@ def test_noise_is_on_the_targets_features_in_training_only(target, make_batch, m
 # The config
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("feature_layers", [1]), ("num_layers", 0), ("noise", -0.1), ("num_depths", 0)],
-)
-def test_what_cannot_be_served_is_refused(key, value):
-    with pytest.raises(BadInput, match=key):
-        EagleConfig(**{key: value})
-
-
 def test_shipped_configs_are_the_papers():
     configs = {}
     for path in shipped("heads/*.yaml"):
@@ -113,4 +102,4 @@ def test_shipped_configs_are_the_papers():
             configs[path.stem] = build(EagleConfig, read_config(path)["head"], where="head")
     eagle, hass = configs["eagle"], configs["hass"]
     assert (eagle.type, eagle.num_depths, eagle.noise, eagle.num_layers) == ("eagle", 1, 0.2, 1)
-    assert (hass.type, hass.num_depths, hass.noise, hass.detach, hass.depth_decay) == ("eagle", 3, 0.2, True, 1.0)
+    assert (hass.type, hass.num_depths, hass.noise, hass.depth_decay) == ("eagle", 3, 0.2, 1.0)

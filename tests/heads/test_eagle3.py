@@ -3,15 +3,11 @@
 import pytest
 import torch
 from formulas import attention, check_formulas, mlp, rms
-from headstart.base.errors import BadInput
 from headstart.engines.heads import build_head
-from headstart.eval.decoding import generate
 from headstart.heads.base import chain_starts
-from headstart.heads.drafting.drafter import Reading
 from headstart.heads.eagle3 import Eagle3Config
 from perturbing import perturb
 
-PROMPTS = [[1, 5, 9], [1, 7, 8, 3, 22, 40, 11, 6]]
 CUT = torch.arange(2, 61, 3)
 CASES = {
     "one layer": {},
@@ -71,31 +67,6 @@ def test_logits_and_gradients_are_the_formulas(head, target, make_batch):
     head.train()
     batch = make_batch(target, head, num_rows=2, length=10)
     check_formulas(head, batch, lambda row, t: naive(head, batch.input_ids[row], batch.output.features[row], t))
-
-
-def test_a_chain_drafts_what_the_formulas_say(head, target):
-    """Along the head's own greedy drafts, step by step over its cache."""
-    prompt, last = torch.tensor(PROMPTS[1]), len(PROMPTS[1]) - 1
-    first = generate(target, None, PROMPTS[1], max_new_tokens=1).token_ids[0]
-    read = target.forward(prompt[None], feature_layers=head.feature_layers)
-    row = torch.cat([prompt, torch.tensor(first)])
-    state = head.begin(batch_size=1, max_length=64)
-    head.commit(state, Reading(prompt[None], row[None, 1:], read, torch.tensor([0]), torch.tensor([len(prompt)])))
-    drafted = head.propose(state, num_draft_tokens=4)
-    for depth in range(4):
-        logits = list(naive(head, row, read.features[0], last))[depth]
-        torch.testing.assert_close(drafted.logits[depth][0], logits, rtol=1e-4, atol=1e-4)
-        row = torch.cat([row, head.to_target(logits.argmax()[None])])
-    assert drafted.tokens[0].tolist() == row[-4:].tolist()
-
-
-def test_an_architecture_of_unknown_keys_norms_twice_and_no_layers_are_refused(target):
-    with pytest.raises(BadInput, match="head.architecture.hidden_size: expected keys of intermediate_size, "):
-        build_head(Eagle3Config(architecture={"hidden_size": 8}), target)
-    with pytest.raises(BadInput, match="^norm_before_fc: not together with fc_norm$"):
-        Eagle3Config(norm_before_fc=True, fc_norm=True)
-    with pytest.raises(BadInput, match="^num_layers 0: expected at least 1$"):
-        Eagle3Config(num_layers=0)
 
 
 def test_it_looks_deeper_than_it_was_trained_and_leaves_its_config(target, head, make_batch):

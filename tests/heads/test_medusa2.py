@@ -185,17 +185,3 @@ def test_the_shipped_config_is_the_papers():
     [path] = shipped("heads/medusa2.yaml")
     config = build(MedusaConfig, read_config(path)["head"])
     assert config == MedusaConfig(target_lora_rank=32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"target_lora_rank": -1}, "target_lora_rank -1: expected 0 or more"),
-        ({"target_warmup_steps": -1}, "target_warmup_steps -1: expected 0 or more"),
-        ({"head_weight": 0.0}, "head_weight 0.0: expected more than 0"),
-        ({"target_learning_rate_scale": float("nan")}, "target_learning_rate_scale nan: expected more than 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, problem):
-    with pytest.raises(BadInput, match=problem):
-        MedusaConfig(**changes)

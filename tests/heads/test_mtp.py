@@ -13,7 +13,6 @@ from headstart.heads.base import DraftBatch
 from headstart.heads.drafting.drafter import Reading
 from headstart.heads.drafting.trees import DynamicTree
 from headstart.heads.mtp import MtpConfig
-from headstart.targets.layers.target_output import TargetOutput
 from headstart.targets.target import Target
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -128,30 +127,6 @@ def test_it_trains_and_drafts_in_bfloat16(tiny_model, make_batch, tmp_path):
         assert len(generate(target, loaded, PROMPTS, max_new_tokens=8, eos_token_ids=[], tree=tree).token_ids[0]) == 8
 
 
-def test_committed_modules_hold_what_one_forward_would(target):
-    """Rounds with rejected drafts between them leave the state of one prefill, also where one is committed twice."""
-    head, row = perturbed(target), [1, 9, 14, 33, 20, 7, 7, 51, 18, 25, 36]
-    ids, state = torch.tensor([row]), drafting(head, row[:5])
-    output = target.forward(ids[:, :-1])
-    for start, stop in ((4, 7), (7, 8), (8, 10)):
-        head.propose(state, num_draft_tokens=4)
-        part = TargetOutput(output.features[:, start:stop], output.post_norm[:, start:stop])
-        where: dict[str, Any] = {"start": torch.tensor([start]), "num_valid": torch.tensor([stop - start])}
-        for _ in range(2):
-            head.commit(
-                state, Reading(ids[:, start:stop], ids[:, start + 1 : stop + 1], part, **where, extent=stop + 9)
-            )
-    ours, wanted = (head.propose(s, num_draft_tokens=4).logits for s in (state, drafting(head, row)))
-    torch.testing.assert_close(torch.cat(ours), torch.cat(wanted), rtol=1e-4, atol=1e-4)
-
-
-def test_a_cut_vocabulary_scores_the_targets_rows(target):
-    ids = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55])
-    cut, whole = perturbed(target, ids=ids), perturbed(target)
-    ours, wanted = (head.first_logits(drafting(head, [1, 9, 14, 33])) for head in (cut, whole))
-    torch.testing.assert_close(ours, wanted[:, ids])
-
-
 # starts
 
 
@@ -188,16 +163,3 @@ def test_what_cannot_be_driven_is_refused(target, tiny_target, monkeypatch):
     monkeypatch.setattr(layer, "forward", lambda x, **k: kept(x, **k) + kept(1.5 * x, **{**k, "past_key_values": None}))
     with pytest.raises(BadInput, match=r"cannot drive its layer 3 \(Qwen3DecoderLayer\) alone"):
         build_head(MtpConfig(), odd)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layout": "mimi"}, "layout 'mimi': expected one of mimo, qwen3_next, hy_v3, glm_ocr, deepseek_v3"),
-        ({"init": "zero"}, "init 'zero'"),
-        ({"feature_layers": [1]}, "feature_layers"),
-    ],
-)
-def test_bad_settings_are_refused(changes, message):
-    with pytest.raises(BadInput, match=message):
-        MtpConfig(**changes)

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark, a window": ("block", {"mask_token_id": 0, "markov_rank": 8, "sliding_window": 8}),
     "dspark, a draft window": ("block", {"mask_token_id": 0, "markov_rank": 8, "draft_window": DraftWindow(8, 2)}),
     "convolutions": ("block", {"mask_token_id": 0, "markov_rank": 0, "conv_group_size": 16}),
-    "dflash": ("block", {"mask_token_id": 0, "markov_rank": 0, "sample_from_anchor": False, "has_head_norms": False}),
+    "dflash": ("block", {"mask_token_id": 0, "markov_rank": 0, "sample_from_anchor": False}),
 }
 
 
@@ -48,7 +48,7 @@ class Versions:
         return self.wide, self.plain, self.packed
 
 
-@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def versions(request, tiny_model):
     family, options = request.param
     options = dict(options)

@@ -29,12 +29,12 @@ def make_run(tmp_path):
 def test_what_differs_and_the_best_validation_are_named(make_run, capsys):
     runs = [
         make_run("a", lengths=[(1, 1.5), (2, 1.9), (3, 1.8)]),
-        make_run("b", seed=2, loss=("tv", 0.5), lengths=[(3, 2.0)], finished=False),
+        make_run("b", seed=2, loss=("l1", 0.5), lengths=[(3, 2.0)], finished=False),
     ]
     compare(runs, as_json=True)
     first, second = json.loads(capsys.readouterr().out)
-    assert first["differs"] == {"head.loss.soft_ce": 1.0, "head.loss.tv": None, "train.seed": 0}
-    assert second["differs"] == {"head.loss.soft_ce": None, "head.loss.tv": 0.5, "train.seed": 2}
+    assert first["differs"] == {"head.loss.soft_ce": 1.0, "head.loss.l1": None, "train.seed": 0}
+    assert second["differs"] == {"head.loss.soft_ce": None, "head.loss.l1": 0.5, "train.seed": 2}
     assert (first["best_acceptance_length"], first["best_step"], first["last_acceptance_length"]) == (1.9, 2, 1.8)
     assert (first["loss"], first["tokens_per_second"], first["steps"]) == (1.0, 200.0, 3)
     assert first["finished"] and not second["finished"]
@@ -56,10 +56,10 @@ def test_names_are_the_shortest_that_differ(folders, names, make_run, tmp_path, 
 
 
 def test_the_table_has_a_line_per_run(make_run, capsys):
-    compare([make_run("a", lengths=[(2, 1.9)]), make_run("b", seed=7, loss=("tv", 0.5), finished=False)])
+    compare([make_run("a", lengths=[(2, 1.9)]), make_run("b", seed=7, loss=("l1", 0.5), finished=False)])
     said = capsys.readouterr().out
     assert said.startswith("a validated best: 1.90 tokens per forward at step 2.\n") and "Not finished: b." in said
-    assert "- a: head.loss.soft_ce=1.0 train.seed=0\n" in said and "- b: head.loss.tv=0.5 train.seed=7\n" in said
+    assert "- a: head.loss.soft_ce=1.0 train.seed=0\n" in said and "- b: head.loss.l1=0.5 train.seed=7\n" in said
     assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80
     assert overrides({f"key{i}": i for i in range(9)}) == "key0=0 key1=1 key2=2 and 6 more", "no wall of keys"
 

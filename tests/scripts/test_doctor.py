@@ -150,7 +150,7 @@ def fitting(target, *, num_gpus, memory=80 * GB, head=20 * GB, num_heads=8):
 
 def sized(num_gb, *, ends=2):
     layers = (num_gb - 2 * ends) * GB
-    return TargetSize(ends * GB, layers, layers // 80, ends * GB, rest=0)
+    return TargetSize(ends * GB, layers, layers // 80, ends * GB)
 
 
 def test_the_parts_of_a_70b_are_counted_without_a_weight(tmp_path):

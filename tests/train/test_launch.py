@@ -80,14 +80,21 @@ def test_a_planted_wrong_launch_stops_with_its_reason(launching, tmp_path):
     assert any(line.startswith("headstart: ") and "asks for mixed_precision bf16" in line for line in said.splitlines())
 
 
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
-def test_what_cannot_be_trained_in_parts_is_refused(kind, target):
+@pytest.mark.parametrize(
+    ("kind", "num_parts", "problem"),
+    [
+        (DistributedType.DEEPSPEED, 1, "would shard the adapters that the target runs through"),
+        (DistributedType.FSDP, 1, "would shard the adapters that the target runs through"),
+        (DistributedType.MULTI_CPU, 2, "train.context_parallel 2: each process would learn"),
+    ],
+)
+def test_what_cannot_be_trained_in_parts_is_refused(kind, num_parts, problem, target):
     plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
     accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=True, num_processes=2, state=plugin)
     head = build_head(head_class("medusa").config_class(type="medusa"), target)
     head.adapts_target = True
-    config = TrainConfig(output_dir="unused", max_steps=1)
-    with pytest.raises(BadInput, match="would shard the adapters that the target runs through"):
+    config = TrainConfig(output_dir="unused", max_steps=1, context_parallel=num_parts)
+    with pytest.raises(BadInput, match=problem):
         Backend(accelerator, head, build_optimizer(head, config), config)  # pyright: ignore[reportArgumentType]
 
 

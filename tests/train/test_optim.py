@@ -44,13 +44,13 @@ def test_muon_takes_inner_matrices_and_adamw_vectors_and_output_layers(head, con
     assert {group["peak"] for group in muon} == {1e-2} and {group["peak"] for group in adamw} == {2e-3}
 
 
-OF_TOKENS = {  # of targets with 61 tokens, D 32 and an MLP of 48
+OF_TOKENS = {  # of targets with 61 tokens, D 32 and an MLP of 48, for a draft model of 61
     "eagle3 draft_vocab_size=32": "lm_head.weight",
     "eagle3 draft_vocab_size=48": "lm_head.weight",
     "eagle draft_vocab_size=32": "",
     "mtp draft_vocab_size=48": "",
     "medusa num_depths=2 draft_vocab_size=32": "0.1.weight 1.1.weight",
-    "draft_lm intermediate_size=61": "lm_head.weight model.embed_tokens.weight",
+    "draft_lm": "lm_head.weight model.embed_tokens.weight",
     'block output="own" draft_vocab_size=20 markov_rank=8': "lm_head.weight markov_head.markov_w2.weight",
     'block output="own" draft_vocab_size=32 markov_rank=0 selector_rank=4': "lm_head.weight "
     "candidate_selector.successor_codebook",
@@ -60,7 +60,8 @@ OF_TOKENS = {  # of targets with 61 tokens, D 32 and an MLP of 48
 @pytest.mark.parametrize("head", OF_TOKENS)
 def test_adamw_takes_matrices_over_a_vocabulary_and_no_others_of_its_size(head, config, tiny_target):
     kind, *keys = head.split()
-    made = build_small(kind, tiny_target(), **{key: json.loads(value) for key, value in (k.split("=") for k in keys)})
+    target = tiny_target(intermediate_size=61 if kind == "draft_lm" else 48)
+    made = build_small(kind, target, **{key: json.loads(value) for key, value in (k.split("=") for k in keys)})
     optimizer = build_optimizer(made, config)
     others = {id(p) for group in optimizer.parts[-1].param_groups for p in group["params"]}
     matrices = {name for name, p in made.named_parameters() if p.ndim == 2 and id(p) in others}

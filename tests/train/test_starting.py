@@ -171,27 +171,17 @@ def test_medusa_2_does_not_depend_on_how_batches_are_cut(run):
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
 
 
-def test_warm_up_steps_train_the_heads_only(run, monkeypatch):
-    seen = []
+def test_the_targets_adapters_learn_at_a_quarter_of_the_rate(run, monkeypatch):
+    rates = {}
 
     def watched(self, step, batches, real=trainer.Loop.step):
         row = real(self, step, batches)
-        state = {name: p.detach().clone() for name, p in self.head.named_parameters()}
-        seen.append((state, {group["part"]: group["lr"] for group in self.backend.optimizer.param_groups}))
+        rates.update({group["part"]: group["lr"] for group in self.backend.optimizer.param_groups})
         return row
 
     monkeypatch.setattr(trainer.Loop, "step", watched)
-    run("medusa", "a", *MEDUSA2, "head.target_warmup_steps=3", "train.weight_decay=0.1")
-    adapter = [name for name in seen[0][0] if name.startswith("adapter.")]
-    heads = [name for name in seen[0][0] if name not in adapter]
-    for before, after in ((0, 1), (1, 2)):
-        assert all(torch.equal(seen[before][0][name], seen[after][0][name]) for name in adapter)
-        assert seen[after][1]["adapter."] == 0
-    assert all((seen[2][0][name] == 0).all() for name in adapter if "lora_B" in name), "the target is itself"
-    assert all(not torch.equal(seen[1][0][name], seen[2][0][name]) for name in heads)
-    assert all(not torch.equal(seen[2][0][name], seen[3][0][name]) for name in adapter)
-    rates = seen[3][1]
-    assert rates["adapter."] == pytest.approx(0.25 * rates[""])
+    run("medusa", "a", *MEDUSA2, "train.max_steps=2")
+    assert 0 < rates["adapter."] == pytest.approx(0.25 * rates[""])
 
 
 def test_medusa_2_goes_on_from_medusa_1(run, capsys):

@@ -18,12 +18,9 @@ def spelled(tiny_target):
     target = tiny_target("llama")
     words = Tokenizer(models.WordLevel({piece or "<s>": i for i, piece in enumerate(PIECES)}, unk_token="<s>"))
     words.decoder = decoders.Fuse()
-    return Target.of(
-        target.model,
-        name=target.name,
-        fingerprint=target.fingerprint,
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=words),
-    )
+    spelled = Target.of(target.model, name=target.name, fingerprint=target.fingerprint)
+    spelled._tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    return spelled
 
 
 def earliest(target, text, strings):

@@ -1,6 +1,7 @@
 """Compiled passes compute what they do as written, count the same operations, and are one graph for all sizes."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from headstart.benchmarks.operations import Operations
 from headstart.benchmarks.training_step import Shape, build_step, run_step
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.loss import sight
-from headstart.heads.loss.fusing import Fusable, fused
+from headstart.heads.loss.fusing import Fusable
 from headstart.heads.nn import chain_attention, kept
 
 SHAPE = Shape(
@@ -56,7 +57,7 @@ def gradients_of(head):
 def step(shape, *, is_fused):
     """Loss, gradients and operations."""
     head, batch = build_step(shape)
-    with fused(is_fused):
+    with patch.object(Fusable, "is_fused", is_fused):
         out = head.loss(batch)
         out.loss.backward()
         gradients = gradients_of(head)
@@ -103,7 +104,7 @@ def test_fused_passes_on_a_gpu_give_the_same_step(head_type, dtype, monkeypatch)
     found = []
     for is_fused in (False, True):
         head, batch = build_step(replace(SHAPE, head=head_type, dtype=dtype, **MIXES[head_type]), device="cuda")
-        with fused(is_fused):
+        with patch.object(Fusable, "is_fused", is_fused):
             run_step(head, batch, dtype=dtype)
         found.append(gradients_of(head))
     for a, b in zip(*found, strict=True):

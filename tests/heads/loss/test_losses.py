@@ -8,7 +8,9 @@ from headstart.base.errors import BadInput
 from headstart.heads.loss.chunked import summed_loss
 from headstart.heads.loss.functions import (
     ALL_LOSSES,
+    EXPONENT,
     LOSSES,
+    TOP_K,
     DraftVocabulary,
     LossSpec,
     Rows,
@@ -20,7 +22,7 @@ from headstart.heads.loss.functions import (
 
 NUM_ROWS, SIZE, VOCAB = 7, 5, 11
 CUT = torch.tensor([0, 2, 3, 5, 8, 9])
-TOP_K, EXPONENT = 3, 0.7
+NUM_CANDIDATES = 3
 
 
 def source(seed=0):
@@ -44,10 +46,8 @@ def make_rows(cut=None, *, scale=2.0, mix=None, draft=None, target=None, selects
         restricted_logits=lambda x: x if cut is None else x[:, cut],
         confidence=lambda x: 0.3 * x[:, 0],
         select=(lambda x, logits, ids: logits + 0.2 * x[:, :1] * ids) if selects else None,
-        candidates=lambda x, logits: logits.topk(TOP_K, -1).indices,
+        candidates=lambda x, logits: logits.topk(NUM_CANDIDATES, -1).indices,
         vocabulary=vocabulary,
-        top_k=TOP_K,
-        exponent=EXPONENT,
     )
     labels = torch.randint(VOCAB, (NUM_ROWS,), generator=source(3))
     return Rows(spec, draft.clone().requires_grad_(), labels, TargetRows(spec, target))
@@ -65,11 +65,10 @@ def naive(name, draft, target, label, columns):
     every = {c: 0.0 for c in range(len(target))} | dict(zip(columns, q, strict=True))  # q over the whole vocabulary
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     alpha = sum(min(whole[c], every[c]) for c in every)
-    tv = sum(abs(whole[c] - every[c]) for c in every) / 2
     estimate = 1 / (1 + math.exp(-0.3 * draft[0]))
     top = max(range(len(whole)), key=whole.__getitem__)
     best = sorted(range(len(p)), key=lambda i: -p[i])[:TOP_K]
-    candidates = sorted(range(len(q)), key=lambda i: -q[i])[:TOP_K]
+    candidates = sorted(range(len(q)), key=lambda i: -q[i])[:NUM_CANDIDATES]
     scores = exps([draft[i] + 0.2 * draft[0] * i for i in candidates])
     chosen = dict(zip((columns[i] for i in candidates), scores, strict=True))
     return {
@@ -79,8 +78,7 @@ def naive(name, draft, target, label, columns):
         "restricted_ce": -sum(a / sum(p) * math.log(b) for a, b in zip(p, q, strict=True)) * (label in columns),
         "kl": kl,
         "topk_ce": -sum(p[i] * math.log(q[i]) for i in best),
-        "tv": tv,
-        "l1": 2 * tv,
+        "l1": sum(abs(whole[c] - every[c]) for c in every),
         "selection": -math.log(chosen[label]) if label in chosen else 0.0,
         "confidence": -alpha * math.log(estimate) - (1 - alpha) * math.log(1 - estimate),
     }[name]
@@ -103,19 +101,6 @@ def test_a_loss_is_its_formula(name, cut):
     torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
 
-def test_feature_is_smooth_l1_of_the_states():
-    target = torch.randn(NUM_ROWS, VOCAB, generator=source(2))
-    rows = make_rows(draft=4 * torch.randn(NUM_ROWS, VOCAB, generator=source(1)), target=target)
-    gaps = [
-        [abs(0.5 * a - b) for a, b in zip(*row, strict=True)]
-        for row in zip(rows.hidden.tolist(), target.tolist(), strict=True)
-    ]
-    assert any(gap > 1 for row in gaps for gap in row) and any(gap < 1 for row in gaps for gap in row)
-    wanted = [sum(g * g / 2 if g < 1 else g - 0.5 for g in row) / VOCAB for row in gaps]
-    torch.testing.assert_close(LOSSES["feature"](rows), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
-    assert LOSSES["feature"](make_rows(draft=2 * target, target=target)).abs().max() == 0
-
-
 # The gradients
 
 
@@ -133,15 +118,14 @@ def test_gradients_are_the_closed_forms(cut):
     assert cut is None or (covered < 0.99).any()
     forward = covered * q - p
     lower = (q < p).float()
-    total = -q * (lower - (lower * q).sum(-1, keepdim=True))  # of 1 - overlap
+    distance = -2 * q * (lower - (lower * q).sum(-1, keepdim=True))
     one = torch.nn.functional.one_hot(rows.draft_labels.clamp(min=0), q.shape[-1])
     wanted = {
         "hard_ce": (q - one) * (rows.draft_labels >= 0)[:, None],
         "soft_ce": forward,
         "restricted_ce": (q - p / p.sum(-1, keepdim=True)) * (rows.draft_labels >= 0)[:, None],
         "kl": forward,
-        "tv": total,
-        "l1": 2 * total,
+        "l1": distance,
     }
     for name, value in wanted.items():
         torch.testing.assert_close(gradient(rows, name), value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -203,11 +187,11 @@ def test_depth_weights_are_the_papers():
     ("mix", "problem"),
     [
         ({}, "loss {}: expected at least one of hard_ce"),
-        ({"tvv": 1.0}, "loss.tvv: unknown loss; expected some of hard_ce, greedy_gce, "),
-        ({"tv": 0.0}, "loss.tv 0.0: expected a weight above 0"),
-        ({"soft_ce": 1.0, "tv": -1.0}, "loss.tv -1.0: "),
-        ({"tv": math.nan}, "loss.tv nan: "),
-        ({"tv": math.inf}, "loss.tv inf: "),
+        ({"tv": 1.0}, "loss.tv: unknown loss; expected some of hard_ce, greedy_gce, "),
+        ({"kl": 0.0}, "loss.kl 0.0: expected a weight above 0"),
+        ({"soft_ce": 1.0, "kl": -1.0}, "loss.kl -1.0: "),
+        ({"kl": math.nan}, "loss.kl nan: "),
+        ({"kl": math.inf}, "loss.kl inf: "),
     ],
 )
 def test_a_bad_mix_is_named(mix, problem):

@@ -22,7 +22,7 @@ def source(seed=0):
 trained_looking = partial(perturbed, scale=0.2)
 
 
-@pytest.mark.parametrize("loss", [None, {"tv": 1.0, "topk_ce": 0.5, "feature": 0.1}])
+@pytest.mark.parametrize("loss", [None, {"l1": 1.0, "topk_ce": 0.5, "feature": 0.1}])
 def test_a_chunked_loss_is_the_whole_one(head_type, loss, target, make_batch, monkeypatch):
     results = []
     for chunk in (1, 10**9):
@@ -150,8 +150,8 @@ def test_shipped_heads_and_their_mixes_build(head_type, tmp_path):
     config_class = head_class(head_type).config_class
     default = build(config_class, read_config(path)["head"])
     assert default.loss == config_class(type=head_type).loss, "the file says the default"
-    more = build(config_class, read_config(path, ["head.loss.tv=5e-1"])["head"])
-    assert more.loss == {**default.loss, "tv": 0.5}
+    more = build(config_class, read_config(path, ["head.loss.l1=5e-1"])["head"])
+    assert more.loss == {**default.loss, "l1": 0.5}
     assert build(config_class, read_config(path, ["head.loss={kl: 1}"])["head"]).loss == {"kl": 1.0}
     run = tmp_path / "run.yaml"
     run.write_text(f"base: {path}\nhead: {{loss: !replace {{hard_ce: 0.1, l1: 0.9}}}}\n")

@@ -19,7 +19,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (Eagle3Config, {"feature_layers": [1, 2], "num_depths": 2}),
     (BlockConfig, {**BLOCK, "markov_rank": 8}),
     (BlockConfig, {**BLOCK, "markov_rank": 8, "output": "own", "sample_from_anchor": False}),
-    (BlockConfig, {**BLOCK, "markov_rank": 0, "num_layers": 2, "has_head_norms": False}),
+    (BlockConfig, {**BLOCK, "markov_rank": 0, "num_layers": 2}),
     (BlockConfig, {**BLOCK, "markov_rank": 64, "blocks_per_row": 4}),
 ]
 
@@ -77,9 +77,8 @@ def test_the_markov_head_starts_as_what_follows_each_token():
     torch.testing.assert_close(known(torch.arange(20)), of_token - of_token.mean(0), atol=0.05, rtol=0.01)
 
 
-@pytest.mark.parametrize("has_head_norms", [True, False])
-def test_one_query_head_of_each_group_looks_at_the_last_position_before_the_block(target, has_head_norms):
-    head = head_of(target, has_head_norms=has_head_norms, architecture={"head_dim": 64})
+def test_one_query_head_of_each_group_looks_at_the_last_position_before_the_block(target):
+    head = head_of(target, architecture={"head_dim": 64})
     attention, read = head.layers[0].self_attn, torch.randn(1, 103, target.hidden_size)
     read[..., 5], read[..., 6] = 1.0, torch.where(torch.arange(103) < 100, 1.0, -1.0)  # 3 slots behind the context
     of_slots, of_context = (torch.eye(target.hidden_size)[channel] for channel in (5, 6))
