@@ -115,8 +115,9 @@ def test_where_nothing_is_left_the_command_refuses(asked, tmp_path, monkeypatch)
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Runner, "begin", broken)
-    code, err, report, _ = asked("--suite spec-bench")
-    assert code == 2 and err.endswith("nothing could be measured: spec_bench.jsonl:1: RuntimeError: planted\n")
+    (tmp_path / "mine.jsonl").write_text('{"turns": ["w5 w6"]}\n')
+    code, err, report, _ = asked("--prompts mine.jsonl")
+    assert code == 2 and err.endswith("nothing could be measured: mine.jsonl:1: RuntimeError: planted\n")
     assert report is None and not (tmp_path / "out").exists()
 
 
@@ -130,11 +131,12 @@ def test_the_same_command_goes_on_after_a_kill(asked, tmp_path, monkeypatch, war
         return begin(*arguments)
 
     monkeypatch.setattr(Runner, "begin", stopping)
-    code, err, *_ = asked("--suite spec-bench")
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"turns": [f"w{i} w6"]}) + "\n" for i in range(5, 13)))
+    code, err, *_ = asked("--prompts mine.jsonl")
     assert code == 130 and "the same command goes on" in err.splitlines()[-1]
     assert len((tmp_path / "out" / "measured.jsonl").read_text().splitlines()) == 2
     calls[:] = [1] * 100
-    code, err, report, _ = asked("--suite spec-bench")
+    code, err, report, _ = asked("--prompts mine.jsonl")
     assert code == 0 and "measured.jsonl: 2 batches of an unfinished measurement" in err
     assert report["results"][0]["num_prompts"] == 8 and len(calls) == 100 + 2 + 2 * 6
 
