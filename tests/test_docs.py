@@ -37,7 +37,7 @@ TEMPLATE = (
 SMALL = {
     "train": "train.max_steps=1 train.warmup_steps=0 train.batch_size=1 train.accumulation=1 train.precision=fp32 "
     "train.device=cpu train.checkpoint_every=0 train.validate_every=1 head.num_depths=2",
-    "eval": "--max-new-tokens 4 --limit 2 --repeats 1 --tree-nodes 4 --steps eager",
+    "eval": "--max-new-tokens 4 --limit 2 --repeats 1 --tree-nodes 4",
     "plan": "--max-new-tokens 4 --limit 2 --num-draft-tokens 1 --batch-size 1 --tree none",
     "plan --engine": "--max-new-tokens 4 --limit 2 --num-draft-tokens 1 --batch-size 1",
     "data prepare": "validation_share=0.3",
