@@ -138,6 +138,18 @@ class CandidateLattice(Chooser[LatticeCandidates]):
     def best(self, hidden: Tensor, logits: Tensor, *, anchors: Tensor, context: Tensor) -> LatticeCandidates:
         return self.read(hidden, *self.most_probable(logits), anchors=anchors, context=context)
 
+    def chain(self, candidates: LatticeCandidates, anchors: Tensor, to_target: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As of every chooser, by the places of candidates: what goes best behind each is found for all at once."""
+        following, num_slots = candidates.pairs.argmax(-1), candidates.ids.shape[1]  # [B, K, top_k]
+        places = [following[:, 0, :1]]  # [B, 1]; all rows of the first slot are the anchor's
+        for depth in range(1, num_slots):
+            places.append(following[:, depth].gather(1, places[-1]))
+        chosen = torch.cat(places, 1)[..., None]  # [B, K, 1]
+        behind = torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], 1)[..., None]
+        scores = candidates.pairs.gather(2, behind.expand(-1, -1, -1, self.top_k))[:, :, 0]  # [B, K, top_k]
+        ids = candidates.ids.gather(-1, chosen)[..., 0]
+        return ids if to_target is None else to_target[ids], scores
+
     def most_probable(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[..., Vd] -> [..., top_k] draft ids and fp32 log-probabilities."""
         values, ids = logits.topk(self.top_k, -1)
