@@ -122,6 +122,8 @@ def written_sequences(
         for index, start, end in turns:
             if not (index < len(messages) and says(tokenizer, ids[start:end], messages[index])):
                 return []
+            if not asks(tokenizer, ids[:start], messages[:index]):
+                return []
         is_outside = vocab_size is not None and max(ids) >= vocab_size
         if is_outside and theirs is None:
             return []
@@ -155,6 +157,19 @@ def says(tokenizer: Any, ids: list[int], message: Mapping[str, Any]) -> bool:
     if not others:
         return any(content == trimmed(text) for text in texts)
     return any(all(part in text for part in (content, *others)) for text in texts)
+
+
+def asks(tokenizer: Any, ids: list[int], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ids of a prompt hold the last question of its messages, but for blanks and for what the tokenizer
+    itself changes."""
+    asked = next((message["content"] for message in reversed(messages) if message.get("role") == "user"), None)
+    if not isinstance(asked, str):
+        return True
+    own = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    question, prompt = (
+        "".join(tokenizer.decode(part, clean_up_tokenization_spaces=False).split()) for part in (own, ids)
+    )
+    return question in prompt
 
 
 def trimmed(text: str) -> str:

@@ -155,9 +155,11 @@ def test_ids_of_another_tokenizer_template_or_text_are_not_used_and_that_is_said
     [row, *_], _ = sampled
     changed = json.loads(json.dumps(row))
     changed["messages"][-1]["content"] = "ok."
+    redacted = json.loads(json.dumps(row))
+    redacted["messages"][0]["content"] = "somebody"
     other_template = make("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
     other_tokenizer = make(name="qwen3")
-    for data, reader in ((changed, target), (row, other_template), (row, other_tokenizer)):
+    for data, reader in ((changed, target), (redacted, target), (row, other_template), (row, other_tokenizer)):
         plain = {**data, "written_ids": None}
         samples = encoded(data, reader)
         assert samples == encoded(plain, reader) and {s.source for s in samples} <= {NOT_ITS_IDS}
