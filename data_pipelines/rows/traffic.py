@@ -167,8 +167,9 @@ def reason_of(choice: Mapping[str, Any]) -> str | None:
 
 
 def joined_chunks(chunks: list[dict[str, Any]]) -> tuple[Message, str | None]:
-    """The chunks of a stream joined to one message (of the first choice), and its finish reason."""
-    texts, traces, reason, calls = list[str](), list[str](), None, dict[int, Any]()
+    """The chunks of a stream joined to one message (of the first choice), and its finish reason; `abort` if it broke
+    off before one."""
+    texts, traces, reason, calls = list[str](), list[str](), "abort", dict[int, Any]()
     for chunk in chunks:
         choice = next((choice for choice in chunk.get("choices") or [] if choice.get("index", 0) == 0), {})
         delta = choice.get("delta") or choice

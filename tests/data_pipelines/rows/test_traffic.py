@@ -9,7 +9,8 @@ from headstart.data_pipelines.rows.traffic import read_traffic
 USER = [{"role": "user", "content": "How far?"}]
 TURNS = [*USER, {"role": "assistant", "content": "Two miles."}]
 CHAT = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "Two miles."}, "finish_reason": "stop"}]}
-CHUNKS = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in ("Two ", "miles.")]
+BROKEN_OFF = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in ("Two ", "miles.")]
+CHUNKS = [*BROKEN_OFF, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
 EVENTS = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS) + "data: [DONE]\n"
 ASKED = {"model": "m", "messages": USER, "temperature": 0.7}
 LINES = {
@@ -93,8 +94,10 @@ def test_an_answer_that_the_target_did_not_end_says_so_and_a_trace_is_kept(end, 
     message = {"role": "assistant", "content": "Two", "reasoning_content": "far"}
     [row] = read({"request": ASKED, "response": {"choices": [{"message": message, **end}]}}).rows
     assert ("truncated" in row.row) == is_cut and row.row["messages"][-1]["reasoning_content"] == "far"
-    [streamed] = read({"request": ASKED, "response": [*CHUNKS, {"choices": [{"delta": {}, **end}]}]}).rows
+    [streamed] = read({"request": ASKED, "response": [*BROKEN_OFF, {"choices": [{"delta": {}, **end}]}]}).rows
     assert ("truncated" in streamed.row) == is_cut
+    [broken_off] = read({"request": ASKED, "response": BROKEN_OFF}).rows
+    assert broken_off.row["truncated"]
 
 
 def test_tool_calls_of_a_stream_are_those_of_a_whole_answer(read):
@@ -104,7 +107,7 @@ def test_tool_calls_of_a_stream_are_those_of_a_whole_answer(read):
         {"index": 0, "function": {"arguments": '{"to": '}},
         {"index": 0, "function": {"arguments": '"Rome"}'}},
     ]
-    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [delta]}}]} for delta in deltas]
+    chunks = [*({"choices": [{"index": 0, "delta": {"tool_calls": [delta]}}]} for delta in deltas), CHUNKS[-1]]
     calls = [
         {"id": "c0", "type": "function", "function": {"name": "miles", "arguments": '{"to": "Rome"}'}},
         {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}},
@@ -115,7 +118,7 @@ def test_tool_calls_of_a_stream_are_those_of_a_whole_answer(read):
     assert streamed.row == at_once.row
     assert streamed.row["messages"][-1]["tool_calls"][0]["function"]["arguments"] == {"to": "Rome"}
     deltas[2:] = [{"index": 0, "function": {"arguments": {"to": "Rome"}}}]  # as some gateways stream
-    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [delta]}}]} for delta in deltas]
+    chunks = [*({"choices": [{"index": 0, "delta": {"tool_calls": [delta]}}]} for delta in deltas), CHUNKS[-1]]
     [streamed] = read({"request": ASKED, "response": chunks}).rows
     assert streamed.row == at_once.row
 
