@@ -125,7 +125,7 @@ struct Model {
     for (auto& each : packed) each.resize(each.size() + 4096);
     layer = {plain[0].data(), packed[0].data(), nullptr, plain[2].data(), plain[3].data(), packed[1].data(),
              plain[5].data(), packed[2].data(), packed[3].data()};
-    layer.scale = 1 / std::sqrt((float)z.H);
+    layer.scale = 1 / std::sqrt((float)z.H), layer.mlp = z.F;
     for (int64_t p = 0; p < z.slots; p++)
       for (int64_t h = 0; h < z.H; h++) {
         double angle = p / std::pow(10000.0, (double)(h % (z.H / 2)) / (z.H / 2));
@@ -140,7 +140,7 @@ struct Model {
     std::vector<int64_t> slots(Q);
     for (int64_t i = 0; i < Q; i++) slots[i] = at + i;
     Forward s{};
-    s.hidden = z.D, s.num_heads = z.N, s.num_kv_heads = z.kv, s.head_dim = z.H, s.mlp = z.F, s.read_size = z.D;
+    s.hidden = z.D, s.num_heads = z.N, s.num_kv_heads = z.kv, s.head_dim = z.H, s.read_size = z.D;
     s.num_rows = 1, s.num_queries = Q, s.extent = at + Q, s.layer_stride = cache.size();
     s.value_stride = z.kv * z.slots * z.H, s.row_stride = 2 * s.value_stride, s.head_stride = z.slots * z.H;
     s.num_threads = 1, s.cache = cache.data(), s.cos[0] = cos.data(), s.sin[0] = sin.data();
