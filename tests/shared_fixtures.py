@@ -134,10 +134,12 @@ def make_target(family: str = "llama", **changes: Any) -> Target:
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_the_machine():
     """Nothing here has to outlive it: what is synced, and when, is tested by the calls. No figure here is of its
-    memory, whose bandwidth each report measures."""
+    memory, whose bandwidth each report measures. Processes may fork at any time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setitem(bandwidth.COPY_BYTES, "cpu", 2**20)
+        if not torch.cuda.is_available():  # tracing would register a GPU, for which no child that forks could train
+            patch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)
         yield
 
 
