@@ -142,11 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What a training step costs.")
     parser.add_argument("--size", choices=sorted(SIZES), help="[default: small on a CPU, 8b on a GPU]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file to write, or to go on with")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file to write, or to go on with [default: train.json of small]"
+    )
     options = parser.parse_args(arguments)
     size = options.size or ("small" if options.device == "cpu" else "8b")
+    output = options.output or (RESULTS if size == "small" else RESULTS.with_name(f"train_{size}.json"))
     try:
-        return run(options.output, size=size, device=options.device)[1]
+        return run(output, size=size, device=options.device)[1]
     except BadInput as error:
         print(f"headstart: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import naming
 from ..data_pipelines.loader import collate
 from ..data_pipelines.rows.samples import Sample
 from ..data_pipelines.storage.shard_file import StoredSample
@@ -76,6 +77,11 @@ class Validation:
         prompts = [prompt_of(row.sample)[-room:] for row in rows[:num]] if room else []
         self.prompts, self.num_prompts = prompts[rank::num_ranks], len(prompts)
         self.num_draft = min(backend.head.num_depths, backend.head.default_draft_tokens)
+        if config.decode_window:
+            with naming("train.decode_window: "):
+                set_window(backend.head, config.decode_window)
+            if isinstance(backend.head, Windowed):
+                backend.head.draft_window = None  # of decoding alone
 
     @torch.no_grad()
     def measure(self) -> ValidationResult:

@@ -181,7 +181,10 @@ def require_tensors(
     drafted, first = config.get("draft_vocab_size") or vocab, bool(config.get("sample_from_anchor"))
     choosing: dict[str, Any] = {}
     if architectures in ([DFLASH2], [LILICORR]):
-        choosing = {"conv_group_size": config.get("conv_group_size"), "selector_rank": config.get("selector_rank", 0)}
+        choosing = {
+            "conv_group_size": config.get("conv_group_size") or None,
+            "selector_rank": config.get("selector_rank", 0),
+        }
     if architectures == [LILICORR]:
         choosing |= choosers.lattice_keys(lambda key, _: config[key], hidden)
     contract.require(

@@ -69,6 +69,8 @@ def ask(run: AutoRun, server: TargetServer, folder: Path, *, seed: int) -> None:
     Raises: BadInput if answering does not start.
     """
     settings, machine, until = run.settings, run.machine, run.journal.answers_until
+    if (folder / "manifest.json").exists() and run.left_until(until) < server.seconds_to_start:
+        return  # of a run that was stopped late: what is there is taken
     temperature = TEMPERATURE if seed else 0
     engine = server.answering() or [f"engine.dtype={machine.dtype}", f"engine.device={settings.device}"]
     arguments = [

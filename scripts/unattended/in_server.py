@@ -1,7 +1,7 @@
 """Unattended runs in the engine's own server: it is tried before training, and measures heads when they are trained;
 what it does in between is in `target_server`.
 
-What it does not do is done by our own engine, and the run says so in a line.
+Where it is not to be had our own engine does that, and the run says so in a line.
 """
 
 import importlib.util

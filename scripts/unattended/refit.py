@@ -275,6 +275,9 @@ def decide(run: RefitRun) -> Decision:
     """Decides between the old head and the new one, by what the engine's server did with both where that is known."""
     engine, journal = run.settings.engine, run.journal
     served = read_served(Path(journal.report)).results if journal.report else []
+    if not engine.is_ours and not served and known(journal.serving).tokens_per_second:  # its trial went well
+        why = known(journal.serving).problem
+        return Decision(False, "Do not deploy: the new head could not be measured in the server", [why], [])
     decision = decide_between(journal.compared, served)
     if decision.deploy:
         decision.commands.extend(deploying(run.settings, journal.trained, prompts=run.data / "held_out.jsonl"))

@@ -69,6 +69,12 @@ class TargetServer:
         is_vllm = server_of(self.run) is not None and self.run.settings.engine.name == "vllm"
         return is_vllm and not self.run.journal.stateless
 
+    @property
+    def seconds_to_start(self) -> float:
+        """Estimated; 0 where it runs, or our own engine answers."""
+        serving = server_of(self.run)
+        return 0.0 if serving is None or self.process is not None else serving.start_seconds
+
     def answering(self) -> list[str]:
         """What `headstart data regenerate` is told of the server, once it is ready; none: our own engine answers.
 
@@ -185,13 +191,16 @@ class TargetServer:
         return TargetConfig(path=settings.target, dtype=settings.dtype, adapter=settings.adapter or None)
 
     def target(self) -> ServedTarget | None:
-        """The target without its layers, which reads by the server; None: that gives no states. Raises: as `url`."""
+        """The target without its layers, which reads by the server; None: that gives no states. Raises: as `url`, and
+        Gone."""
         if not self.gives_states or not self.url(self.run.clock.left) or self.process is None:
             return None
         target, layers = ServedTarget.read(self.source), layers_read(self.source, self.heads())
         how = {"label": label_of(self.run.folder), "is_gone": self.process.is_gone}
         try:
             target.attach(StateServer(self.process.url, adapter=lora_of(target.adapter), **how), layers)
+        except Gone:
+            raise
         except BadInput as error:
             self.give_up_states(str(error))
             return None
@@ -200,8 +209,10 @@ class TargetServer:
     def reading(self, find: Callable[[Target], T]) -> T:
         """What is found by the target, without its layers, while the server reads for it; found again where that ended
         meanwhile. Where it gives no states it is ended, and the target loaded. Raises: BadInput, as `step`."""
-        while (target := self.target()) is not None:
+        while True:
             try:
+                if (target := self.target()) is None:
+                    break
                 return find(target)
             except Gone:
                 if not self.keep():

@@ -160,16 +160,21 @@ def says(tokenizer: Any, ids: list[int], message: Mapping[str, Any]) -> bool:
 
 
 def asks(tokenizer: Any, ids: list[int], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the ids of a prompt hold the last question of its messages, but for blanks and for what the tokenizer
-    itself changes."""
-    asked = next((message["content"] for message in reversed(messages) if message.get("role") == "user"), None)
-    if not isinstance(asked, str):
-        return True
-    own = tokenizer(asked, add_special_tokens=False)["input_ids"]
-    question, prompt = (
-        "".join(tokenizer.decode(part, clean_up_tokenization_spaces=False).split()) for part in (own, ids)
-    )
-    return question in prompt
+    """Whether the ids of a prompt hold the questions of its messages, in their order, but for blanks and for what the
+    tokenizer itself changes. One that was cut at an end is not noticed."""
+
+    def bare(part: list[int]) -> str:
+        return "".join(tokenizer.decode(part, clean_up_tokenization_spaces=False).split())
+
+    prompt, end = bare(ids), 0
+    for message in messages:
+        if message.get("role") != "user" or not isinstance(message.get("content"), str):
+            continue
+        question = bare(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+        if (at := prompt.find(question, end)) < 0:
+            return False
+        end = at + len(question)
+    return True
 
 
 def trimmed(text: str) -> str:

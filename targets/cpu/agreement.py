@@ -200,5 +200,7 @@ def distance(ours: Tensor, seen: Layerwise, layer: int, *, num_ties: int = 0) ->
     before, after = seen.entering[layer].float(), seen.leaving[layer].float()
     off, added = (ours.float() - after).norm(dim=-1), (after - before).norm(dim=-1)
     share = (off / (USUALLY_OFF * added + STEP * after.norm(dim=-1))).flatten()  # [T]
+    if not share.isfinite().all():
+        return math.inf
     share = share.sort().values[: len(share) - num_ties]
     return float(share.mean()) if share.mean() <= 1 and share.max() <= MOST else math.inf

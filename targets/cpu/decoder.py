@@ -239,8 +239,8 @@ class CpuDecoder:
 
     @staticmethod
     def takes(layers: nn.ModuleList, config: Any, weight: Tensor) -> bool:
-        """Whether the kernels are available and support these layers as their names describe them: with gated MLPs,
-        and no parameters of other kinds. Args: weight: [V, D] of the output layer."""
+        """Whether the kernels are available and support these layers as their names describe them: with gated MLPs
+        or experts, and no parameters of other kinds. Args: weight: [V, D] of the output layer."""
         parts = parts_of_all(list(layers)) if is_multiplied(weight) else None
         return parts is not None and all(part.is_whole(layer) for part, layer in zip(parts, layers, strict=True))
 
