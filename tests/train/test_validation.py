@@ -78,6 +78,13 @@ def test_answers_are_decoded_with_the_window_that_is_asked_for_and_nothing_else_
     assert all(head.draft_window is None for head, _ in seen)
 
 
+def test_a_window_that_a_head_cannot_have_is_refused_before_the_first_step(refused, world, monkeypatch):
+    monkeypatch.setattr("headstart.train.loop.Loop.step", None)
+    rows = f"data.validation={world / 'rows.jsonl'}"
+    assert "train.decode_window: " in refused("medusa", "a", "train.decode_window='4:1'", rows)
+    assert "train.decode_window: " in refused("eagle3", "b", "train.decode_window='4;1'", rows)
+
+
 def test_a_confidence_head_is_calibrated_on_the_validation_rows(run, world):
     rows = f"data.validation={world / 'rows.jsonl'}"
     folders = [

@@ -117,7 +117,7 @@ def test_another_engine_answers_and_our_own_trains(server):
         assert is_up(url_in(one.answering())) and trained(one) == []
 
 
-@pytest.mark.parametrize("ends", ["never", "once", "always", "not right"])
+@pytest.mark.parametrize("ends", ["never", "once", "always", "at first", "not right"])
 def test_what_reads_by_the_server_reads_again_where_that_has_ended(ends, server, plain, monkeypatch):
     one, said = server()
 
@@ -125,6 +125,9 @@ def test_what_reads_by_the_server_reads_again_where_that_has_ended(ends, server,
         def attach(self, *_):
             if ends == "not right":
                 raise BadInput("has another tokenizer")
+            if ends == "at first" and one.num_starts == 1:
+                ended(one)
+                raise Gone("vLLM ended")
 
         def to(self, _):
             return "bare"
@@ -148,7 +151,7 @@ def test_what_reads_by_the_server_reads_again_where_that_has_ended(ends, server,
         else:
             assert one.reading(find) == ("by whole" if ends == "not right" else "by bare")
         assert ends != "not right" or one.process is None, "beside the whole target no server takes memory"
-    nums = {"never": 1, "once": 2, "always": MOST_STARTS, "not right": 0}
+    nums = {"never": 1, "once": 2, "always": MOST_STARTS, "at first": 1, "not right": 0}
     assert read == ["bare"] * nums[ends] + ["whole"] * (ends == "not right")
     assert ends != "not right" or said[-1] == "no states from the server: has another tokenizer"
 
