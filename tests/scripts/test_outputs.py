@@ -292,7 +292,7 @@ def test_kills_at_random_moments_leave_what_is_there_without(name, world, undist
         check_whole(out)
         assert code in (0, -signal.SIGKILL), raised.read_text() if code == 99 else code
         num_kills += code != 0
-        if code == 0:
+        if code == 0 or (name in WHOLE and out.exists()):  # killed behind its end
             assert result(name, out) == wanted
             shutil.rmtree(out, ignore_errors=True)
     assert call(words(name, world, out))[0] == 0
