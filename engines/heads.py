@@ -20,7 +20,7 @@ from ..heads.stored.folder import (
 from ..heads.stored.record import HeadRecord
 from ..targets.adapters import adapted_layers
 from ..targets.target import Target
-from .importers import import_head, imported_start, naming, read_import_record
+from .importers import import_head, imported_start, naming_head, read_import_record
 
 __all__ = [
     "HEADS",
@@ -42,7 +42,7 @@ def head_record(folder: str | Path) -> HeadRecord:
     if not is_head_folder(folder):
         return read_import_record(folder)
     record = read_record(folder)
-    with naming(folder):
+    with naming_head(folder):
         config_of(record, head_class(record.family).config_class)
     return record
 
@@ -63,7 +63,7 @@ def read_head(folder: str | Path, target: Target) -> DraftHead:
     record = read_record(folder)
     record.check_target(folder, target)
     tensors, draft_token_ids = read_tensors(folder)
-    with naming(folder):
+    with naming_head(folder):
         config = config_of(record, head_class(record.family).config_class)
         head = build_head(config, target, draft_token_ids=draft_token_ids)
         load_weights(head, tensors, folder)

@@ -34,7 +34,7 @@ def import_head(folder: str | Path, target: Target) -> DraftHead:
     Raises: BadInput if the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
     """
     folder = local_folder(folder)
-    with naming(folder):
+    with naming_head(folder):
         config, imported = read_imported(folder, target)
         head = build_head(config, target, draft_token_ids=imported.draft_token_ids)
         load_weights(head, imported.tensors, folder)
@@ -47,7 +47,7 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
     Raises: BadInput as `import_head`, and if `config` computes something else, with the keys to set.
     """
     folder = local_folder(folder)
-    with naming(folder):
+    with naming_head(folder):
         given, imported = read_imported(folder, target, is_its_target=False)
     if given.type != config.type:
         raise BadInput(f"head {folder}: is of type {given.type}, not {config.type}")
@@ -90,7 +90,7 @@ def read_imported(folder: Path, target: Target, *, is_its_target: bool = True) -
 
 
 @contextmanager
-def naming(folder: str | Path) -> Iterator[None]:
+def naming_head(folder: str | Path) -> Iterator[None]:
     """Prefix errors raised within with the head's folder."""
     try:
         yield

@@ -11,7 +11,7 @@ from .evaluating.engine_options import (
     LARGEST_SEED,
     MOST_NEW,
     MOST_ROWS,
-    DraftWindowText,
+    WINDOW_HELP,
     EngineArgs,
     EngineName,
     EnginePython,
@@ -32,7 +32,7 @@ Dtype = Annotated[
     str,
     MACHINE(help="Of the target: float32, bfloat16, float16 or auto; default: as for `headstart eval`."),
 ]
-Device = Annotated[str, MACHINE(help="cpu, cuda, cuda:1 ...; default: cuda if available, else cpu.")]
+Device = Annotated[str, MACHINE(help="cpu or cuda; default: cuda if available, else cpu.")]
 Verbose = Annotated[bool, RUN("--verbose", help="Print each command that is run.")]
 Launcher = Annotated[
     str, MACHINE(help="Command that starts training on several devices: 'accelerate launch --config_file FILE'.")
@@ -49,7 +49,7 @@ def auto(
     prompts: Annotated[str, TRAFFIC(help="Prompts of the traffic: JSONL rows with prompt, messages or turns.")],
     adapter: Annotated[str, TRAFFIC(help="Folder of a LoRA adapter (peft) of the target; with --engine vllm.")] = "",
     max_new_tokens: Annotated[int, TRAFFIC(help="Maximum number of tokens per answer.", min=2, max=MOST_NEW)] = 128,
-    draft_window: DraftWindowText = "",
+    draft_window: Annotated[str, RUN(help=WINDOW_HELP)] = "",
     budget: Annotated[str, RUN(help="Time for the whole run: 90s, 20m, 2h.")],
     output: Annotated[Path, RUN(help="Folder for auto.html, auto.json and everything else that the run writes.")],
     engine: EngineName = "headstart",

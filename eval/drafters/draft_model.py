@@ -1,13 +1,11 @@
 """A smaller language model that drafts for the target (Leviathan et al. 2023), with its own cache."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, naming
 from ...heads.base import Proposal
 from ...heads.drafting.drafter import Drafter, Reading
 from ...targets.caches.cache import SlotCache
@@ -90,18 +88,9 @@ def load_draft_model(path: str, target: Target) -> DraftModelDrafter:
 
     Raises: BadInput if it cannot be loaded, has no tokenizer, or one with other ids for the same tokens."""
     dtype = str(target.dtype).removeprefix("torch.")
-    with naming_draft_model(path):
+    with naming(f"drafter draft-model:{path}: "):
         model = Target.load(path, dtype=dtype, device=target.device)
         words = model.tokenizer.get_vocab()
     if differing_word(target.tokenizer.get_vocab(), words) is not None:
         raise BadInput(f"draft model {path}: has another tokenizer than target {target.name}")
     return DraftModelDrafter(model, target_vocab_size=target.vocab_size)
-
-
-@contextmanager
-def naming_draft_model(path: str) -> Iterator[None]:
-    """Opens the message of a BadInput with the drafter."""
-    try:
-        yield
-    except BadInput as error:
-        raise BadInput(f"drafter draft-model:{path}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, naming
 from ...engines.heads import head_record, load_head
 from ...heads.base import DraftHead
 from ...heads.drafting.drafter import Drafter
@@ -16,7 +16,7 @@ from ...targets.caches.ring_cache import DraftWindow
 from ...targets.loading import TargetConfig, read_model_config
 from ...targets.target import Target
 from .answers import Answers, load_answers
-from .draft_model import load_draft_model, naming_draft_model
+from .draft_model import load_draft_model
 from .hybrid import HybridDrafter
 from .lookup import NgramDrafter, SuffixDrafter
 
@@ -79,7 +79,7 @@ def parse_drafter(spec: str) -> tuple[str, str]:
     if name in HEADS_BEHIND:
         head_record(argument.partition(":")[0])
     if name == "draft-model":
-        with naming_draft_model(argument):
+        with naming(f"drafter draft-model:{argument}: "):
             read_model_config(TargetConfig(path=argument))
     answers = answers_of(name, argument)
     if answers and not Path(answers).is_file():

@@ -572,17 +572,28 @@ struct Routed {
   }
 };
 
-// Within a parallel region: each(rows, first, expert, block) for every block of N outputs of every expert with tokens, of
-// which `rows` are those from place `first` on.
+// Within a parallel region: each(rows, first, expert, block) for every block of N outputs of every expert of `hit`, whose
+// tokens begin at begins[expert] and of which `rows` are those from place `first` on.
 template <class Each>
-void by_experts(const Routed& routed, const bf16* x, int64_t K, int64_t N, Each each) {
-  int64_t blocks = num_blocks(N), num = routed.hit.size();
+void by_experts(const int64_t* begins, const std::vector<int64_t>& hit, const bf16* x, int64_t K, int64_t N, Each each) {
+  int64_t blocks = num_blocks(N), num = hit.size();
 #pragma omp for
   for (int64_t task = 0; task < num * blocks; task++) {
-    int64_t e = routed.hit[task / blocks], begin = routed.begins[e];
-    in_parts(x + begin * K, routed.begins[e + 1] - begin, K,
+    int64_t e = hit[task / blocks], begin = begins[e];
+    in_parts(x + begin * K, begins[e + 1] - begin, K,
              [&](int64_t first, const Rows& rows) { each(rows, begin + first, e, task % blocks); });
   }
+}
+
+// Within a parallel region: y [S, N] of tokens [S, K] in the order of their experts, by the weights of each.
+static void multiply_by_experts(const int64_t* begins, const std::vector<int64_t>& hit, const bf16* x, int64_t K,
+                                const bf16* w, int64_t N, bf16* y) {
+  int64_t size = num_blocks(N) * BLOCK * K;
+  by_experts(begins, hit, x, K, N, [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
+    product_block(rows, first, w + e * size, N, block, [&](int64_t place, int64_t n, Floats sum, int64_t count) {
+      store(y + place * N + n, sum, count);
+    });
+  });
 }
 
 // Within a parallel region: x [M, D] becomes, in place, (taps[0] + a) x + (taps[1] + b) x of the token before, nothing for
@@ -704,15 +715,13 @@ extern "C" void decode(const Layer* layers, int64_t num_layers, const Forward* f
       routed.sort(E);
 #pragma omp for
       for (int64_t p = 0; p < M * k; p++) std::memcpy(&gathered[routed.places[p] * D], from + p / k * D, D * sizeof(bf16));
-      by_experts(routed, gathered.data(), D, w.mlp, [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
-        activate(rows, first, w.gate_up + e * 2 * num_blocks(w.mlp) * BLOCK * D, block);
-      });
-      by_experts(routed, active.data(), w.mlp, D, [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
-        const bf16* weights = w.down + e * num_blocks(D) * BLOCK * w.mlp;
-        product_block(rows, first, weights, D, block, [&](int64_t place, int64_t n, Floats sum, int64_t count) {
-          store(&given[place * D + n], sum, count);
-        });
-      });
+      const int64_t* begins = routed.begins.data();
+      int64_t size = 2 * num_blocks(w.mlp) * BLOCK * D;
+      by_experts(begins, routed.hit, gathered.data(), D, w.mlp,
+                 [&](const Rows& rows, int64_t first, int64_t e, int64_t block) {
+                   activate(rows, first, w.gate_up + e * size, block);
+                 });
+      multiply_by_experts(begins, routed.hit, active.data(), w.mlp, w.down, D, given.data());
 #pragma omp for
       for (int64_t m = 0; m < M; m++) {
         bf16* to = normed.data() + m * D;
@@ -824,13 +833,11 @@ extern "C" void multiply(const bf16* x, int64_t M, int64_t K, const bf16* w, int
 // y [S, N] of tokens [S, K] in the order of their experts: those from begins[e] to begins[e + 1] by the e-th blocked weight
 extern "C" void multiply_experts(const bf16* x, const int64_t* begins, int64_t num_experts, int64_t K, const bf16* w,
                                  int64_t N, bf16* y, int64_t num_threads) {
-  int64_t size = num_blocks(N) * BLOCK * K;
-#pragma omp parallel num_threads(num_threads)
+  std::vector<int64_t> hit;
   for (int64_t e = 0; e < num_experts; e++)
-    if (int64_t begin = begins[e], M = begins[e + 1] - begin; M > 0)
-      product(x + begin * K, M, K, w + e * size, N, [&](int64_t m, int64_t n, Floats sum, int64_t count) {
-        store(y + (begin + m) * N + n, sum, count);
-      });
+    if (begins[e + 1] > begins[e]) hit.push_back(e);
+#pragma omp parallel num_threads(num_threads)
+  multiply_by_experts(begins, hit, x, K, w, N, y);
 }
 
 // best [M]: where the largest of each row [n] is, the first of those that tie

@@ -36,13 +36,14 @@ HEAD_NORMS = {  # of queries and keys
 class GatedMLP(NamedTuple):
     """The MLP of a layer."""
 
-    module: Any
+    module: Any  # with the activation
     gate_up: list[nn.Linear]  # or one for both
     down: nn.Linear
-    router: None = None
+    router: None = None  # of experts alone
 
     @property
     def size(self) -> int:
+        """Its channels."""
         return self.down.in_features
 
     @property
@@ -54,6 +55,7 @@ class GatedMLP(NamedTuple):
         return all_multiplied(self.modules) and len({linear.bias is None for linear in self.gate_up}) == 1
 
     def weights(self) -> dict[str, Tensor | None]:
+        """By the field of `LayerWeights`: matrices blocked, the blocks of gate and up by turns."""
         return {
             "gate_up": gate_up_blocks(torch.cat([linear.weight for linear in self.gate_up])),
             "gate_up_bias": joined_bias(self.gate_up),
@@ -65,11 +67,12 @@ class GatedMLP(NamedTuple):
 class Experts(NamedTuple):
     """The experts of a mixture, of which a router chooses a few for each token."""
 
-    module: Any
+    module: Any  # with the activation
     router: Any
 
     @property
     def size(self) -> int:
+        """Channels of each."""
         return experts_of(self.module)[1].shape[2]
 
     @property
@@ -82,6 +85,7 @@ class Experts(NamedTuple):
         return self.module.has_gate and not self.module.has_bias and all(map(is_multiplied, products))
 
     def weights(self) -> dict[str, Tensor | None]:
+        """As of `GatedMLP`, those of all experts behind each other."""
         gate_up, down = experts_of(self.module)
         return {
             "router": blocked(self.router.weight),
