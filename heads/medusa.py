@@ -205,14 +205,15 @@ class MedusaHead(DraftHead):
             with torch.no_grad(), self.adapter.off(), torch.autocast(states.device.type, enabled=False):
                 teacher = self.target.forward(batch.input_ids).post_norm[:, :-1]
         mix = {"kl": 1.0} if self.config.self_distillation else {"hard_ce": 1.0}
-        return summed_loss(
-            states[supervised],
-            replace(self.loss_spec(0), mix=mix, draft_logits=self.target.logits, vocabulary=None),
-            labels=batch.input_ids[:, 1:][supervised],
-            teacher_hidden=teacher[supervised],
-            weights=None if batch.weights is None else batch.weights[:, 1:][supervised],
-            size=chunk_size(2 * self.target.vocab_size, states.device),
-        )
+        with torch.autocast(states.device.type, enabled=False):
+            return summed_loss(
+                states[supervised],
+                replace(self.loss_spec(0), mix=mix, draft_logits=self.target.logits, vocabulary=None),
+                labels=batch.input_ids[:, 1:][supervised],
+                teacher_hidden=teacher[supervised],
+                weights=None if batch.weights is None else batch.weights[:, 1:][supervised],
+                size=chunk_size(2 * self.target.vocab_size, states.device),
+            )
 
     def _parts(self, k: int) -> nn.Sequential:
         return cast(nn.Sequential, self.get_submodule(str(k)))

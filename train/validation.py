@@ -1,11 +1,12 @@
 """Validation: the head's acceptance on rows that it is not trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.errors import naming
 from ..data_pipelines.loader import collate
@@ -57,6 +58,18 @@ class ValidationResult:
         return f"{taught}, {self.decoded.figures.acceptance_length} decoded" if self.decoded else taught
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode within; then each part is in its own mode again, such as a draft model without dropout."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
 class Validation:
     """Measures the head on rows it is not trained on, in two ways that must agree.
 
@@ -88,8 +101,7 @@ class Validation:
         """The result over the rows of all ranks, the same in every rank."""
         taught, decoded, decoded_taught = (Acceptance.nothing(self.num_draft) for _ in range(3))
         estimated = torch.zeros(2, NUM_BINS, device=self.device)
-        with self.backend.whole() as head:
-            head.eval()
+        with self.backend.whole() as head, evaluating(head):
             for start in range(0, self.most_rows, self.config.batch_size):
                 self.watchdog.at(f"validation, row {start + 1} of {len(self.rows)}")
                 rows = self.rows[start : start + self.config.batch_size]
@@ -105,7 +117,6 @@ class Validation:
             self.watchdog.at(f"validation, decoding {len(self.prompts)} answers")
             if self.prompts:
                 decoded, decoded_taught = self._decoded(head)
-            head.train()
         self.watchdog.at("validation, the figures of all ranks")
         confidence = fit_confidence(self.backend.total(estimated))
         result = ValidationResult(self.num_draft, self._over_ranks(taught), confidence=confidence)

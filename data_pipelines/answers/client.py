@@ -19,6 +19,7 @@ from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
+from ..rows.traffic import reason_of
 from .conversations import Answer, ChatRequest, Failure, SamplingConfig
 from .regenerate import ClientConfig
 
@@ -268,7 +269,7 @@ def answer_of(payload: bytes, url: str) -> Answer:
         [choice, *_] = data["choices"]
         given = {key: value for key, value in choice["message"].items() if value is not None}
         [message] = normalise([{"content": "", **given, "role": "assistant"}], url)
-        finish_reason = choice["finish_reason"] or "stop"
+        finish_reason = reason_of(choice) or "stop"
         usage = data.get("usage") or {}
         counts = [int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
         ids = ids_in_response(data)

@@ -22,6 +22,7 @@ from ...targets.chat.rows import (
 from ...targets.chat.written_ids import AnswerIds, as_entry
 from ..rows.config import check_at_least_one
 from ..rows.sources import Row
+from ..rows.traffic import CUT, STOPPED
 
 PROMPT_SHAPES = "`messages`, `conversations`, `turns`, `prompt` or `instruction`"
 
@@ -129,7 +130,7 @@ class Exchange:
             places.append(len(messages))
             messages.append(answer.message)
             answers.append(answer)
-            if answer.finish_reason != "stop" or "tool_calls" in answer.message:
+            if answer.finish_reason not in ("stop", STOPPED) or "tool_calls" in answer.message:
                 break
         told = {"tools": self.tools, VARIABLES: answers[-1].variables}
         finish_reason = answers[-1].finish_reason
@@ -143,7 +144,7 @@ class Exchange:
             **row,
             **as_entry((place, answer.ids) for place, answer in zip(places, answers, strict=True)),
             "finish_reason": finish_reason,
-            "truncated": finish_reason == "length",
+            "truncated": finish_reason in CUT,
             "num_turns_left": sum(message is None for message in self.script) - len(answers),
             "sampling": asdict(self.sampling),
             **({"left_to_server": own_defaults} if own_defaults else {}),

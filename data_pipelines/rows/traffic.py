@@ -25,7 +25,8 @@ RESPONSE_KEYS = ("response", "response_body", "output", "completion", "answer")
 TEXT_KEYS = ("content", "text", "generated_text", "response", "completion", "output")
 DOMAIN_KEYS = ("category", "domain")  # as in prompt files
 # finish reasons of answers that the target did not end itself
-CUT = ("length", "limit", "max_tokens", "abort", "error", "content_filter", "stop_sequence", "word")
+STOPPED = "stop_sequence"  # by a text that the request named
+CUT = ("length", "limit", "max_tokens", "abort", "error", "content_filter", STOPPED, "word")
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ def response_message(response: Any, origin: str) -> tuple[Message | None, str | 
 
 
 def reason_of(choice: Mapping[str, Any]) -> str | None:
-    """The finish reason; `stop_sequence` where vLLM or SGLang name the text of the request's `stop` that ended it."""
+    """The finish reason; STOPPED where vLLM or SGLang name the text of the request's `stop` that ended it."""
     reason = choice.get("finish_reason") or choice.get("stop_type")
     is_stopped = any(isinstance(choice.get(key), str) for key in ("stop_reason", "matched_stop"))
-    return "stop_sequence" if reason == "stop" and is_stopped else reason
+    return STOPPED if reason == "stop" and is_stopped else reason
 
 
 def joined_chunks(chunks: list[dict[str, Any]]) -> tuple[Message, str | None]:

@@ -115,6 +115,8 @@ def check_features(
         raise BadInput(f"{where}: target {extracted}, not {target.full_name} ({target.fingerprint[:12]})")
     if manifest.get("target_config_hash") != config_hash(target.config):
         raise BadInput(f"{where}: target {manifest['target']} has another config.json now")
+    if manifest["dtype"] != (dtype := str(target.dtype).removeprefix("torch.")):
+        raise BadInput(f"{where}: states of a target in {manifest['dtype']}, here {dtype}: set target.dtype")
     if wanted.layers and tuple(manifest["layers"]) != wanted.layers:
         raise BadInput(f"{where}: layers {manifest['layers']}, head {head.config.type} reads {list(wanted.layers)}")
     for name in ("features_at", "post_norm_at"):

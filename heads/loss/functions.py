@@ -5,7 +5,8 @@ log-probabilities, are computed once per chunk, on first use.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -71,7 +72,7 @@ class TargetRows:
     @cached_property
     def logits(self) -> Tensor:
         """[n, V] fp32, without gradient."""
-        with torch.no_grad():
+        with self._as_the_target_computes():
             return self.spec.target_logits(self.teacher_hidden).float()
 
     @cached_property
@@ -82,7 +83,7 @@ class TargetRows:
     @cached_property
     def renormalised(self) -> Tensor:
         """[n, Vd] `probs` over their sum, without computing the logits of other tokens."""
-        with torch.no_grad():
+        with self._as_the_target_computes():
             return self.spec.restricted_logits(self.teacher_hidden).float().softmax(-1)
 
     @cached_property
@@ -105,6 +106,12 @@ class TargetRows:
         """[n] the draft id of the most probable token, -1 where the draft vocabulary lacks it."""
         ids = self.logits.argmax(-1)
         return ids if self.spec.vocabulary is None else self.spec.vocabulary.to_draft[ids]
+
+    @contextmanager
+    def _as_the_target_computes(self) -> Iterator[None]:
+        """In its own dtype, as its states were computed, whatever the precision of training."""
+        with torch.no_grad(), torch.autocast(self.teacher_hidden.device.type, enabled=False):
+            yield
 
     def _drafted(self, of_target: Tensor) -> Tensor:
         return of_target if self.spec.vocabulary is None else of_target[:, self.spec.vocabulary.to_target]

@@ -125,14 +125,15 @@ class LayerDriver:
             raise BadInput(f"{self.refusal}: {first_line(error)}") from error
 
     def new_layer(self) -> nn.Module:
-        """A layer with its family's random weights, which writes its keys to the first layer of a cache."""
+        """A layer with its family's random weights, which writes its keys to the first layer of a cache. Without the
+        dropout that some families train with: what a head computes is what it drafts by."""
         layer = type(self.target.layers[self.index])(self.config, layer_idx=self.index)
         with torch.no_grad():
             layer.apply(self.target.model._init_weights)
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 cast(Any, module).layer_idx = 0
-        return layer
+        return layer.eval()
 
     def new_norm(self) -> nn.Module:
         """A norm of the target's kind, with its family's initial weights."""
@@ -182,7 +183,7 @@ class LayerDriver:
         finally:
             handle.remove()
         x, wanted = captured
-        layer = self.new_layer().to(x).eval()
+        layer = self.new_layer().to(x)
         layer.load_state_dict(original.state_dict())
         positions = torch.arange(4, device=x.device)[None]
         cache = ChainKeys(window=self.window, sight=None)

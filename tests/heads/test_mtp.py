@@ -127,6 +127,14 @@ def test_it_trains_and_drafts_in_bfloat16(tiny_model, make_batch, tmp_path):
         assert len(generate(target, loaded, PROMPTS, max_new_tokens=8, eos_token_ids=[], tree=tree).token_ids[0]) == 8
 
 
+def test_its_layer_has_no_dropout_whatever_the_targets_config_says(tiny_model):
+    model = tiny_model("llama")
+    model.config.attention_dropout = 0.5
+    head = build_head(MtpConfig(), Target.of(model, name="tiny", fingerprint=""))
+    layers = [module for module in head.modules() if type(module) is type(head.target.layers[-1])]
+    assert layers and not any(part.training for layer in layers for part in layer.modules())
+
+
 # starts
 
 

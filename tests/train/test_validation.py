@@ -25,10 +25,11 @@ from headstart.train.inputs.config import TrainConfig
 from headstart.train.loop import Loop
 from headstart.train.optim import build_optimizer
 from headstart.train.training_record import answer_settings, common_ending
-from headstart.train.validation import Validation, ValidationResult
+from headstart.train.validation import Validation, ValidationResult, evaluating
 from headstart.train.watching.speed import StepSpeed
 from run_files import final, metrics, validations, weights
 from safetensors.torch import load_file
+from torch import nn
 
 FEW = ("train.max_steps=6", "train.validate_every=2")
 
@@ -125,6 +126,14 @@ def validation_of(head, rows, **settings):
     config = TrainConfig(output_dir="unused", max_steps=1, decode_prompts=0, **settings)
     backend = Backend(Accelerator(cpu=True), head, build_optimizer(head, config), config)
     return Validation(backend, rows, SimpleNamespace(at=lambda where: None))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_validation_leaves_every_part_in_its_mode():
+    """A draft model is trained without dropout, behind a validation too."""
+    head = nn.Sequential(nn.Linear(2, 2), nn.Dropout().eval())
+    with evaluating(head):
+        assert not head.training and not head[0].training
+    assert [part.training for part in (head, head[0], head[1])] == [True, True, False]
 
 
 def test_a_validation_keeps_no_row_unpacked(features, target):

@@ -210,6 +210,29 @@ def test_a_server_that_gives_no_ids_leaves_the_text():
     assert answer_of(json.dumps(payload).encode(), "http://a").ids is None
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_cut"),
+    [
+        ({"finish_reason": "stop", "stop_reason": None}, False),
+        ({"finish_reason": "stop", "stop_reason": 2}, False),  # vLLM: the end token by its id
+        ({"finish_reason": "stop", "matched_stop": "###"}, True),
+        ({"finish_reason": "content_filter"}, True),
+        ({"finish_reason": "length"}, True),
+    ],
+)
+def test_an_answer_that_the_target_did_not_end_teaches_no_end(reason, is_cut):
+    payload = {"choices": [{"message": {"content": "ok"}, **reason}]}
+    [exchange] = exchanges(Row({"turns": ["a", "b"]}, "p:1"), SAMPLING, turns="all")
+    talk = exchange.talk()
+    next(talk)
+    answer = answer_of(json.dumps(payload).encode(), "http://a")
+    if answer.finish_reason in ("stop", "stop_sequence"):  # a text that the request named ends no conversation
+        talk.send(answer)
+    row = told(talk, answer)
+    assert row["truncated"] is is_cut
+    assert len(row["messages"]) == (4 if answer.finish_reason in ("stop", "stop_sequence") else 2)
+
+
 # What is special is not what is removed
 
 

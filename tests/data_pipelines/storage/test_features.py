@@ -272,6 +272,10 @@ def test_features_of_something_else_are_refused_with_key_and_values(
     found = Shards(tmp_path / "out")
     check_features(found, eagle3, target, data=replace(data, layout="bucketed", validation="b.jsonl"))
     check_features(found, fresh("draft_lm", target), target)  # reads less
+    found.manifest.fields["dtype"] = "bfloat16"
+    with pytest.raises(BadInput, match="states of a target in bfloat16, here float32: set target.dtype"):
+        check_features(found, eagle3, target)
+    found.manifest.fields["dtype"] = "float32"
     other = tiny_target("qwen3")
     with pytest.raises(BadInput, match="target tiny-llama .* not tiny-qwen3"):
         check_features(found, fresh("eagle3", other), other)

@@ -198,3 +198,20 @@ def test_a_bad_mix_is_named(mix, problem):
     with pytest.raises(BadInput) as caught:
         check_mix(mix, key="loss")
     assert str(caught.value).startswith(problem)
+
+
+def test_in_mixed_precision_the_targets_distribution_stays_what_the_target_computes():
+    weight = torch.randn(VOCAB, SIZE, generator=source(5))
+    spec = LossSpec(
+        mix={"soft_ce": 1.0},
+        draft_logits=lambda x: x,
+        predicted_state=lambda x: x,
+        target_logits=lambda x: x @ weight.T,
+        restricted_logits=lambda x: x @ weight[CUT].T,
+    )
+    states = 8 * torch.randn(NUM_ROWS, SIZE, generator=source(6))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = TargetRows(spec, states)
+        found = rows.logits, rows.renormalised
+    assert torch.equal(found[0], states @ weight.T)
+    torch.testing.assert_close(found[1], (states @ weight[CUT].T).softmax(-1))

@@ -58,6 +58,18 @@ def test_a_head_with_a_trained_bias_starts_as_one_without(target, batches):
     torch.testing.assert_close(*logits)
 
 
+def test_a_block_head_is_fitted_alike_on_states_of_labels_alone(target, batches):
+    """As they are stored, and as a server gives them: none of a prompt's end."""
+    heads = [build_head(BlockConfig(start="fitted", **BLOCK), target, seed=1) for _ in range(2)]
+    stored = [
+        replace(one, output=replace(one.output, post_norm=one.output.post_norm * one.loss_mask[..., None]))
+        for one in batches
+    ]
+    for head, rows in zip(heads, (batches, stored), strict=True):
+        head.begin_training(iter(rows[:-1]))
+    assert all(torch.equal(*pair) for pair in zip(*(head.parameters() for head in heads), strict=True))
+
+
 def head_of(target, start: Any = "random", **more) -> Any:
     config = BlockConfig(feature_layers=[1, 2], num_layers=1, num_depths=3, start=start, **more)
     return build_head(config, target)
