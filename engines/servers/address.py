@@ -18,6 +18,7 @@ SHORT = 60.0  # seconds for an answer that takes no decoding
 # what a refusal means, by its HTTP status
 STOPPING = (401, 403, 404, 405)  # no request can be answered before the user changes something
 OF_A_KEY = (400, 422)  # perhaps of a key of the request that the server does not take
+NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 
 
 def may_pass(status: int) -> bool:
@@ -111,8 +112,8 @@ class Address:
             raise BadInput(f"{self.url}: serves {shown}, not {model}")
         found = {model: model} if model else models_of(cards, target)
         if len(found) > 1:
-            wanted = f"none alone has the target's name, {target}" if target else "and it is not said which is meant"
-            raise BadInput(f"{self.url}: serves several models, {shown}: {wanted}; let it serve one by that name")
+            wanted = f"give one the target's name, {PurePath(target).name}" if target else "let it serve one alone"
+            raise BadInput(f"{self.url}: serves several models, {shown}: {wanted}")
         return replace(self, model=next(iter(found.values())))
 
     def facts(self) -> ServerFacts:

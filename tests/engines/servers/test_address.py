@@ -33,9 +33,9 @@ def test_of_several_models_the_target_is_asked(cards, target, model):
 @pytest.mark.parametrize(
     ("cards", "how", "problem"),
     [
-        ([{"id": "llama"}, {"id": "phi"}], {"target": TARGET}, f"several models, llama, phi: .* name, {TARGET}"),
+        ([{"id": "llama"}, {"id": "phi"}], {"target": TARGET}, "models, llama, phi: .* the target's name, qwen"),
         ([{"id": "a/qwen"}, {"id": "b/qwen"}], {"target": TARGET}, "several models, a/qwen, b/qwen"),
-        ([{"id": f"m{i}"} for i in range(9)], {}, r"m3, m4, \.\.\.: and it is not said which is meant"),
+        ([{"id": f"m{i}"} for i in range(9)], {}, r"m3, m4, \.\.\.: let it serve one alone"),
         (LORAS, {"model": "other"}, "serves base, base-too, lora, not other"),
     ],
 )
