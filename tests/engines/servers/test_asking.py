@@ -37,7 +37,7 @@ class Written:
         self.pieces = pieces
 
     async def handle(self, reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
+        await reader.read(1 << 16)
         for number, piece in enumerate(self.pieces):
             await asyncio.sleep(STEP if number else 0)
             writer.write(piece)
@@ -59,7 +59,7 @@ def test_parts_that_no_chunk_frames_have_times_of_their_own():
     pieces = [HEAD + of_choice(content="a"), of_choice(content="b"), third[:9], third[9:], of_choice("stop"), END]
     answer = answer_of(*pieces)
     first, second, last = answer.seconds
-    assert (answer.text, answer.num_tokens) == ("abc", 6) and first < STEP
+    assert (answer.text, answer.num_tokens) == ("abc", 6)
     assert second - first > STEP / 2 and last - second > 1.5 * STEP, "complete with its second piece"
 
 
