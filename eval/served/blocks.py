@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -197,7 +197,7 @@ def result_of(
     load_target: Callable[[], Target | None],
 ) -> ServedResult:
     ratio, ends = speedup(load, baseline, drafted, origins_of(questions))
-    prompts = {int(number): ids for record in [*baseline, *drafted] for number, ids in record["prompts"].items()}
+    plain, ours = prompts_in(baseline), prompts_in(drafted)
     is_greedy = config.temperature == 0
     return ServedResult(
         engine=engine.name,
@@ -214,14 +214,31 @@ def result_of(
         baseline=side_figures(baseline, load, config.slo),
         drafted=side_figures(drafted, load, config.slo),
         acceptance=acceptance_of(drafted),
-        prompts=PromptCheck.of(questions, prompts),
-        texts=check_texts(questions, baseline, drafted, prompts, load_target) if is_greedy else None,
+        prompts=PromptCheck.of(questions, {**plain, **ours}),
+        texts=check_texts(questions, baseline, drafted, {**plain, **ours}, load_target) if is_greedy else None,
         failed=failed_in(questions, [*baseline, *drafted]),
         slo=config.slo,
         commands=[side.words for side in drafts.sides],
         baseline_drafter=drafts.baseline,
-        doubts=doubts(drafts, baseline, drafted),
+        doubts=[*doubts(drafts, baseline, drafted), *other_prompts(questions, plain, ours)],
     )
+
+
+def prompts_in(records: Sequence[Record]) -> dict[int, list[int] | None]:
+    """By question: the ids of its prompt, as the server read it; None: it does not say."""
+    told = [(int(number), ids) for record in records for number, ids in record["prompts"].items()]
+    return {**dict.fromkeys(number for number, _ in told), **{number: ids for number, ids in told if ids}}
+
+
+def other_prompts(
+    questions: Sequence[Question], plain: Mapping[int, list[int] | None], ours: Mapping[int, list[int] | None]
+) -> list[str]:
+    """The doubt that the two servers read other prompts, if they do."""
+    other = [number for number, ids in ours.items() if ids and plain.get(number) not in (None, ids)]
+    if not other:
+        return []
+    what = f"{len(other)} prompts ({questions[min(other)].row} first) are other ids in the two servers"
+    return [f"{what}: they have other chat templates or settings, so the speedup is between different work"]
 
 
 def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[Record]) -> list[str]:

@@ -21,19 +21,8 @@ from headstart.eval.served.figures import Slo, record_of, side_figures, speedup
 from headstart.eval.served.load import Asker, Load, run_block
 from headstart.eval.served.questions import CHAT, PLAIN, Question, origins_of
 from headstart.eval.served.served_result import DRAFTS_TOO
+from served_blocks import ONE, QUESTIONS, measured
 from serving_stand_in import StandIn, listening
-
-QUESTIONS = [Question(f"p.jsonl:{i}", PLAIN, {"prompt": [1, 5 + i]}, [1, 5 + i]) for i in range(6)]
-ONE = Load(1)
-
-
-def measured(
-    plain, drafting, tmp_path, *, engine="vllm", loads=(ONE,), questions=QUESTIONS, name="", **how
-) -> list[Any]:
-    config = ServedConfig(loads, max_new_tokens=12, num_repeats=2, **how)
-    with listening(plain) as first, listening(drafting) as second, BatchStore(tmp_path) as store:
-        drafts = ServedDrafts("head", 4, (ServedSide(first, name=name), ServedSide(second)))
-        return measure_in_servers(SERVER_ENGINES[engine], drafts, questions, config, store=store)
 
 
 @pytest.mark.timed
