@@ -20,7 +20,7 @@ from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
-from ..served.served_result import DRAFTS_TOO, ServedResult, lower_end_among
+from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
@@ -246,6 +246,8 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
             found.append(f"{where}: every block asks the same prompts; a prefix cache that the server has knows them")
         if result.is_flattered:
             found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
+        if result.drafter.startswith(ITS_OWN):
+            found.append(f"{where}: if it looks up earlier answers, these figures flatter: it has answered these prompts")
         if result.acceptance is None:
             why = "it does not draft, or does not show /metrics"
             found.append(f"{where}: the server counts no drafts ({why}), so the acceptance is not known")

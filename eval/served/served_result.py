@@ -11,6 +11,8 @@ from .load import Load
 from .text_check import PromptCheck, TextCheck
 
 WITHOUT = "without drafts"  # of a baseline
+ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
+REMEMBERING = "suffix"  # look-ups that keep earlier answers in every engine that has them
 DRAFTS_TOO = "the server without drafts drafts too"  # the beginning of such a doubt
 
 
@@ -58,7 +60,7 @@ class ServedResult:
     def is_flattered(self) -> bool:
         """Whether its look-ups found earlier answers to these very prompts."""
         looks_up = self.drafter.startswith("ngram") or LOOKUP_SUFFIX in self.drafter
-        return looks_up and SERVER_ENGINES[self.engine].remembers
+        return self.drafter.startswith(REMEMBERING) or looks_up and SERVER_ENGINES[self.engine].remembers
 
     @property
     def is_beside_none(self) -> bool:

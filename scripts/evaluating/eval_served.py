@@ -26,7 +26,7 @@ from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measur
 from ...eval.served.figures import Slo
 from ...eval.served.load import Load
 from ...eval.served.questions import Questions
-from ...eval.served.served_result import WITHOUT, ServedResult
+from ...eval.served.served_result import ITS_OWN, WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
 from ...targets.loading import TargetConfig, default_device, load_tokenizer
@@ -41,7 +41,6 @@ HEADS = "served_heads"  # the folder in the output for heads as the engine reads
 UNKNOWN, HEADROOM = range(2048), 64  # a prompt whose ids are not known here, and what a template may add
 ARRIVING = 16  # questions at once for which there is room where they arrive at a rate
 LEAST_RATE = 0.001  # a question in a quarter of an hour
-ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
 
 
 @dataclass(frozen=True)
