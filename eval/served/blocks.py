@@ -60,7 +60,8 @@ class ServedDrafts:
 @dataclass(frozen=True)
 class ServedConfig:
     """settings: of every question, as the API has them. num_repeats: pairs of blocks. patience: seconds without a byte
-    after which a question has failed. at_once: both servers are up together."""
+    after which a question has failed. at_once: both servers are up together. seed: of arrivals alone: sampled answers are
+    others in every block, and in vLLM a question with a seed is drawn by itself, slower than traffic without."""
 
     loads: Sequence[Load]
     max_new_tokens: int = 128
@@ -77,7 +78,7 @@ class ServedConfig:
         return [side for repeat in range(self.num_repeats) for side in ((A, B) if repeat % 2 == 0 else (B, A))]
 
     def asked_settings(self) -> dict[str, Any]:
-        told = {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed, **self.settings}
+        told = {"max_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
         return {**told, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -298,6 +299,7 @@ def key_of(
         asdict(load),
         config.asked_settings(),
         config.num_repeats,
+        config.seed,
         config.at_once,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
