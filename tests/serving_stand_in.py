@@ -20,10 +20,11 @@ class StandIn:
 
     def __init__(self, *, step=0.001, accepted=(), fault=None, counters=True, model="M", key="",
                  style="vllm", other_template=False, ids=True, usage=True, started=None, other_text=(),
-                 length=4):  # fmt: skip
+                 length=4, looping=()):  # fmt: skip
         self.step, self.accepted, self.fault = step, list(accepted), fault or (lambda *_: None)
         self.has_counters, self.key, self.style = counters, key, style
         self.other_template, self.gives_ids, self.other_text = other_template, ids, set(other_text)
+        self.looping = looping  # last ids of prompts whose answers repeat a token
         self.bodies, self.num_now, self.most_at_once = [], 0, 0
         self.gives_usage, self.started = usage, started
         self.states = None  # a FakeServer
@@ -109,6 +110,8 @@ class StandIn:
         """An answer, which depends on the question alone."""
         source = int(hashlib.sha256(json.dumps(asked.get("messages") or asked["prompt"]).encode()).hexdigest()[:8], 16)
         new = [3 + (source + i * i) % 50 for i in range(asked["max_tokens"])]
+        if not asked.get("messages") and asked["prompt"][-1] in self.looping:
+            new = new[:1] * len(new)
         if source % 1000 in self.other_text or -1 in self.other_text:
             new[1] = 2
         return new

@@ -20,7 +20,7 @@ from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
-from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, lower_end_among
+from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
@@ -82,7 +82,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     the next one; K is 0 where no interval proves a gain. Of the drafter with the best figure: a server has one."""
     known = [result for result in results if len(result.order) >= 2 * LEAST_TIMED or result.load.is_single]
     closed = [result for result in known if result.load.rate is None and result.num_draft_tokens]
-    proved = [one for one in closed if one.pays and one.is_right and lower_end_among(one, len(closed)) > 1]
+    proved = deployable(closed)
     if not proved:
         return []
     best = max(proved, key=lambda result: result.speedup or 0.0).drafter.partition(" at K ")[0]
@@ -119,6 +119,9 @@ def verdict(result: ServedResult) -> str:
     figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
     off = ", leave drafts off" if result.is_beside_none else ", slower"
     advice = "" if low > 1 else off if high < 1 else ", so no difference is proved"
+    advice = (
+        ", but only by texts that loop: do not deploy on this alone" if low > 1 and result.rests_on_loops else advice
+    )
     wrong = result.texts.num_wrong if result.texts else 0
     advice = f", but {wrong} texts are not the target's own: do not deploy" if wrong else advice
     advice = ", but more questions fail with drafts: do not deploy" if result.loses_answers else advice
@@ -139,7 +142,7 @@ def render_served(report: ServedReport, command: str) -> str:
         target=short_name(report.target),
         environment=report.environment,
         sentences=sentences(results),
-        pays=any(result.pays and result.is_right for result in results),
+        pays=bool(deployable(results)),
         schedule=schedule_line(results),
         cautions=cautions(results),
         sections=[load_section(results), latency_section(results), client_section(results)],
@@ -247,7 +250,13 @@ def cautions(results: Sequence[ServedResult]) -> list[str]:
         if result.is_flattered:
             found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
         if result.drafter.startswith(ITS_OWN):
-            found.append(f"{where}: if it looks up earlier answers, these figures flatter: it has answered these prompts")
+            found.append(
+                f"{where}: if it looks up earlier answers, these figures flatter: it has answered these prompts"
+            )
+        if (left := result.repetition.without_loops) is not None:
+            loops = f"{result.repetition.num_looping} of {len(result.repetition.texts)} texts repeat more than half of"
+            ratio = ratio_words(left.speedup, left.speedup_ci95)
+            found.append(f"{where}: {loops} their 4-grams; the speedup of the others is {ratio}")
         if result.acceptance is None:
             why = "it does not draft, or does not show /metrics"
             found.append(f"{where}: the server counts no drafts ({why}), so the acceptance is not known")

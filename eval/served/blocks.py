@@ -20,7 +20,7 @@ from ...engines.servers.process import ServerProcess
 from ...targets.target import Target
 from ..measurement.resume import BatchStore
 from ..suites.prompts import FailedPrompt
-from .figures import Record, Slo, record_of, side_figures, speedup
+from .figures import Record, Slo, record_of, repetition, side_figures, speedup
 from .load import Asker, Load, run_block, warm_up
 from .questions import Question, origins_of
 from .served_result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
@@ -60,8 +60,8 @@ class ServedDrafts:
 @dataclass(frozen=True)
 class ServedConfig:
     """settings: of every question, as the API has them. num_repeats: pairs of blocks. patience: seconds without a byte
-    after which a question has failed. at_once: both servers are up together. seed: of arrivals alone: sampled answers are
-    others in every block, and in vLLM a question with a seed is drawn by itself, slower than traffic without."""
+    after which a question has failed. at_once: both servers are up together. seed: of arrivals alone: sampled
+    answers are others in every block, and vLLM draws a question with a seed by itself, slower than those without."""
 
     loads: Sequence[Load]
     max_new_tokens: int = 128
@@ -197,7 +197,8 @@ def result_of(
     *,
     load_target: Callable[[], Target | None],
 ) -> ServedResult:
-    ratio, ends = speedup(load, baseline, drafted, origins_of(questions))
+    origins = origins_of(questions)
+    ratio, ends = speedup(load, baseline, drafted, origins)
     plain, ours = prompts_in(baseline), prompts_in(drafted)
     is_greedy = config.temperature == 0
     return ServedResult(
@@ -222,6 +223,7 @@ def result_of(
         commands=[side.words for side in drafts.sides],
         baseline_drafter=drafts.baseline,
         doubts=[*doubts(drafts, baseline, drafted), *other_prompts(questions, plain, ours)],
+        repetition=repetition(load, baseline, drafted, origins),
     )
 
 

@@ -1,6 +1,6 @@
 """The figures of a load, from the records of its blocks; docs/reference/report_schema.md defines them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean
@@ -8,6 +8,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ..figures.metrics import Ends, rounded, speedup_of
+from ..figures.repetition import Repetition, WithoutLoops, text_repetition
 from .load import Asked, AskedBlock, Load
 
 Record = dict[str, Any]
@@ -181,6 +182,32 @@ def speedup(
         _, over_blocks = speedup_of(pairs_of_blocks(per_token, baseline, drafted))
         return ratio, widened(ends, over_blocks)
     return speedup_of(pairs_of_blocks(machine_seconds if load.rate is None else per_token, baseline, drafted))
+
+
+def repetition(
+    load: Load, baseline: Sequence[Record], drafted: Sequence[Record], origins: Sequence[Hashable]
+) -> Repetition:
+    """How much the texts without drafts repeat themselves (by words where there are no ids), and the speedup of the
+    questions whose texts do not loop: at every load of seconds per token, as a machine's tokens are those of all."""
+    texts = dict[int, list[Any]]()
+    for record in baseline:
+        for number, told in record["texts"].items():
+            texts.setdefault(int(number), []).extend(ids or text.split() for ids, text in told)
+    found = [text_repetition(number, same) for number, same in sorted(texts.items())]
+    looping = {one.prompt for one in found if one.is_looping}
+    if not looping:
+        return Repetition(found)
+    left = [[without(record, looping) for record in side] for side in (baseline, drafted)]
+    pairs = pairs_of_blocks(per_token, *left)
+    figures = speedup(load, *left, origins) if load.is_single else speedup_of(pairs)
+    num_timed = len(by_origin(*left, origins)) if load.is_single else len(pairs)
+    return Repetition(found, WithoutLoops(num_timed, None, *figures))
+
+
+def without(record: Record, numbers: Collection[int]) -> Record:
+    """A block's answers to all but these questions."""
+    answers = [entry for entry in record["answers"] if entry[0] not in numbers]
+    return {**record, "answers": answers, "tokens": sum(entry[-1] for entry in answers)}
 
 
 def pairs_of_blocks(

@@ -1,10 +1,12 @@
 """What a measurement in servers gives: the typed entries of report.json's `served`, as report_schema.md has them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
 from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.metrics import Ends
+from ..figures.repetition import Repetition
 from ..suites.prompts import FailedPrompt
 from .figures import SideFigures, Slo
 from .load import Load
@@ -55,6 +57,7 @@ class ServedResult:
     commands: list[str] = field(default_factory=list)  # of both servers, or their addresses
     baseline_drafter: str = WITHOUT  # what the baseline drafts with instead
     doubts: list[str] = field(default_factory=list)  # whether the two servers differ by their drafts alone
+    repetition: Repetition = field(default_factory=Repetition)  # of the texts without drafts
 
     @property
     def is_flattered(self) -> bool:
@@ -73,6 +76,12 @@ class ServedResult:
         return low is not None and low > 1
 
     @property
+    def rests_on_loops(self) -> bool:
+        """Whether it is not proved to be faster on the questions whose texts do not loop."""
+        left = self.repetition.without_loops
+        return left is not None and (left.speedup_ci95[0] or 0.0) <= 1
+
+    @property
     def loses_answers(self) -> bool:
         """Whether more questions fail with drafts than without."""
         return self.drafted.num_failed > self.baseline.num_failed
@@ -81,6 +90,12 @@ class ServedResult:
     def is_right(self) -> bool:
         """Whether no text is known to be wrong, and drafts make no question fail."""
         return not self.loses_answers and not (self.texts and self.texts.num_wrong)
+
+
+def deployable(results: Sequence[ServedResult]) -> list[ServedResult]:
+    """Those with a gain proved among so many, without texts that loop, wrong texts and remembered answers."""
+    proved = [one for one in results if lower_end_among(one, len(results)) > 1]
+    return [one for one in proved if one.is_right and not (one.is_flattered or one.rests_on_loops)]
 
 
 def lower_end_among(result: ServedResult, num_results: int) -> float:

@@ -18,7 +18,7 @@ from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
-from ...eval.served.served_result import ServedResult, lower_end_among
+from ...eval.served.served_result import ServedResult, deployable, lower_end_among
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
 from .running.session import Session
@@ -158,12 +158,10 @@ def plan_served(
 def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult | None]:
     """Decides by what the server did, and the result to deploy. Args: lookup: the `drafter` of a decision for look-ups.
 
-    Of drafters with a proved gain at some load and no text that is not the target's own, it takes the one with the
-    highest lower end."""
+    Of those that are `deployable` at some load it takes the one with the highest lower end."""
     results = read_served(Path(report)).results
     said = sentences(results)
-    honest = [one for one in results if one.is_right and not one.is_flattered]
-    paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
+    paying = deployable(results)
     if not paying:
         return Decision(False, NO_GAIN, said, [f"{line}." for line in served_cautions(results)]), None
     best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)

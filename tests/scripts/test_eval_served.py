@@ -148,6 +148,8 @@ def test_k_by_batch_size_is_what_was_proved_at_each_load():
             speedup_ci95=(0.95 * speedup if pays else 0.5 * speedup, 1.1 * speedup),
             pays=pays,
             is_right=True,
+            is_flattered=False,
+            rests_on_loops=False,
         )
         for (name, k), by_load in table.items()
         for size, (speedup, pays) in by_load.items()

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 from headstart.engines.servers.registry import SERVER_ENGINES
-from headstart.eval.report.served_page import cautions
+from headstart.eval.figures.repetition import Repetition, WithoutLoops
+from headstart.eval.report.served_page import cautions, sentences
 from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of
+from headstart.eval.served.load import Load
+from headstart.eval.served.served_result import deployable
 from served_blocks import ONE, QUESTIONS, measured, served
 from serving_stand_in import StandIn
 
@@ -19,6 +22,30 @@ def test_prompts_that_the_two_servers_read_otherwise_are_doubted(others, num_oth
     assert result.prompts.other == num_other
     doubted = "6 prompts (p.jsonl:0 first) are other ids in the two servers"
     assert [doubt.startswith(doubted) for doubt in result.doubts] == [True] * (others[0] != others[1])
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_gain_is_measured_without_the_texts_that_loop_too(ids, tmp_path):
+    """Two of six questions are answered in a loop; drafts are wrong on the others here, so only loops are faster."""
+    plain, drafting = (StandIn(ids=ids, looping=(5, 6), step=0.003) for _ in range(2))
+    drafting.fault = lambda number, body: setattr(drafting, "accepted", [7] if body["prompt"][-1] in (5, 6) else [0])
+    engine, loads = "vllm" if ids else "openai", [ONE, Load(rate=30.0)]
+    for result in measured(plain, drafting, tmp_path, loads=loads, engine=engine):
+        assert result.repetition.num_looping == 2 and len(result.repetition.texts) == 6
+        left = result.repetition.without_loops
+        assert left is not None and left.num_timed == (4 if result.load.is_single else 2)
+        if result.load.is_single:
+            assert result.speedup > 1.15 and left.speedup == pytest.approx(1, abs=0.25)
+        assert any("2 of 6 texts repeat more than half of their 4-grams" in line for line in cautions([result]))
+
+
+def test_a_gain_that_rests_on_loops_is_none():
+    result = served("head:H at K 4", 1, 1.5)
+    for low, rests in ((0.9, True), (None, True), (1.1, False)):
+        left = replace(result, repetition=Repetition([], WithoutLoops(4, None, 1.2, (low, 1.5))))
+        assert (left.rests_on_loops, deployable([left])) == (rests, [] if rests else [left])
+        assert ("texts that loop: do not deploy" in sentences([left])[0]) == rests
 
 
 @pytest.mark.parametrize(
