@@ -20,7 +20,7 @@ from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
-from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable
+from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
@@ -71,9 +71,10 @@ def sentences(results: Sequence[ServedResult]) -> list[str]:
     for drafter, same in grouped(results, lambda result: result.drafter).items():
         title = SERVER_ENGINES[same[0].engine].title
         beside = "" if same[0].is_beside_none else f", beside {served_words(same[0].baseline_drafter)}"
+        told = "; ".join(verdict(result, len(results)) for result in same)
         if any(doubt.startswith(DRAFTS_TOO) for result in same for doubt in result.doubts):
             beside = ", beside a server that drafts too"
-        found.append(f"{title} with {served_words(drafter)}{beside}: {'; '.join(map(verdict, same))}.")
+        found.append(f"{title} with {served_words(drafter)}{beside}: {told}.")
     return found
 
 
@@ -109,8 +110,8 @@ def schedule_line(results: Sequence[ServedResult]) -> str:
     return f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}"
 
 
-def verdict(result: ServedResult) -> str:
-    """Says in words what was found under one load."""
+def verdict(result: ServedResult, num_results: int) -> str:
+    """Says in words what was found under one load, as one of so many results."""
     low, high = result.speedup_ci95
     if result.speedup is None:
         return f"{result.load.name}: nothing was measured"
@@ -234,11 +235,17 @@ def unproved_words(texts: TextCheck) -> str:
     return f"{num} were not held against the target"
 
 
-def cautions(results: Sequence[ServedResult]) -> list[str]:
-    """What a reader must know beside the figures."""
+def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]:
+    """What a reader must know beside the figures. Args: drafter: of one alone; empty: of all."""
     found = []
+    best = max(deployable(results), key=lambda one: one.speedup_ci95[0] or 0.0, default=None)
     for result in results:
+        if drafter and result.drafter != drafter:
+            continue
         where = f"{served_words(result.drafter)}, {result.load.name}"
+        if result is best and len(results) > 1:
+            low = f"with that allowed for, its lower end is {lower_end_among(best, len(results)):.2f}"
+            found.append(f"{where}: it is the best of {len(results)} results: {low}")
         if result.prompts.other:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
             found.append(f"{where}: {others} are other ids in the server than by the target's template here")

@@ -18,7 +18,7 @@ from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
-from ...eval.served.served_result import ServedResult, deployable, lower_end_among
+from ...eval.served.served_result import ServedResult, deployable
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
 from .running.session import Session
@@ -167,10 +167,7 @@ def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult |
     best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
     same = [one for one in results if one.drafter == best.drafter]
     cautions = [schedule] if (schedule := schedule_line(same)) else []
-    if len(results) > 1:
-        low = lower_end_among(best, len(results))
-        cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")
-    cautions += [f"{line}." for line in served_cautions(same)]
+    cautions += [f"{line}." for line in served_cautions(results, drafter=best.drafter)]
     title, (name, _, length) = SERVER_ENGINES[best.engine].title, best.drafter.rpartition(" at K ")
     decision = Decision(
         deploy=True,
