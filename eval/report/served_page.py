@@ -26,7 +26,7 @@ from .charts import Series, line_chart
 from .page import page_template
 from .results.document import SCHEMA_VERSION, short_name
 from .results.drafter_words import served_words
-from .results.one_result import grouped, number, ratio_words
+from .results.one_result import grouped, learnt_text, number, ratio_words
 from .sections import Figure, Section
 
 FEW_QUESTIONS = 8  # of fewer, figures over blocks of time say little
@@ -249,7 +249,7 @@ def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]
         if result.prompts.other:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
             found.append(f"{where}: {others} are other ids in the server than by the target's template here")
-        found += [f"{where}: {doubt}" for doubt in result.doubts]
+        found += [f"{where}: {told}" for told in filter(None, [*result.doubts, learnt_text(result.learnt)])]
         if result.num_questions < FEW_QUESTIONS:
             found.append(f"{where}: only {result.num_questions} different questions, which says little of others")
         if result.engine == "openai":
