@@ -200,7 +200,10 @@ def result_of(
     origins = origins_of(questions)
     ratio, ends = speedup(load, baseline, drafted, origins)
     plain, ours = prompts_in(baseline), prompts_in(drafted)
-    is_greedy = config.temperature == 0
+    texts = None
+    if config.temperature == 0:
+        is_narrow = not all("--dtype float32" in side.words.replace("=", " ") for side in drafts.sides)
+        texts = check_texts(questions, baseline, drafted, {**plain, **ours}, load_target, is_narrow=is_narrow)
     return ServedResult(
         engine=engine.name,
         drafter=drafts.drafter,
@@ -217,7 +220,7 @@ def result_of(
         drafted=side_figures(drafted, load, config.slo),
         acceptance=acceptance_of(drafted),
         prompts=PromptCheck.of(questions, {**plain, **ours}),
-        texts=check_texts(questions, baseline, drafted, {**plain, **ours}, load_target) if is_greedy else None,
+        texts=texts,
         failed=failed_in(questions, [*baseline, *drafted]),
         slo=config.slo,
         commands=[side.words for side in drafts.sides],

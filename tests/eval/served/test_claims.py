@@ -1,14 +1,19 @@
 """What would make a server's figures better than they are, or those of other work, is left out of them or said."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from headstart.engines.servers.registry import SERVER_ENGINES
 from headstart.eval.figures.repetition import Repetition, WithoutLoops
+from headstart.eval.proof.own_forward import own_logits, rounding
 from headstart.eval.report.served_page import ServedReport, cautions, render_served, sentences
-from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of
+from headstart.eval.served import text_check
+from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of, result_of
 from headstart.eval.served.load import Load
+from headstart.eval.served.questions import PLAIN, Question
 from headstart.eval.served.served_result import deployable
+from headstart.targets.target import Target
 from served_blocks import ONE, QUESTIONS, measured, served
 from serving_stand_in import StandIn
 
@@ -87,3 +92,36 @@ def test_of_several_results_the_best_is_shown_with_what_choosing_it_costs():
         assert ('class="recommendation deploy"' in page) == is_green
     two = cautions([served("head:H at K 4", 1, 1.5), served("head:H at K 4", 8, 0.8)])
     assert any("1 at a time: it is the best of 2 results: with that allowed for" in line for line in two)
+
+
+@pytest.mark.parametrize(("words", "num_wrong"), [(["vllm"], 0), (["vllm", "--dtype", "float32"], 1)])
+def test_texts_of_a_server_in_half_precision_are_judged_by_its_rounding(words, num_wrong, saved_target):
+    """Where the target is held in fp32 here, a tie in 16 bits is none: the second best token of a near tie is proved
+    unless both servers were told fp32. vLLM takes fp16 for a checkpoint in fp32 by itself."""
+    target = Target.load(saved_target)
+    for number in range(200):
+        logits = own_logits(target, prompt := [1, number % 60], [0])[0]
+        best, second = logits.topk(2).indices.tolist()
+        gap, full = float(logits[best] - logits[second]), float(rounding(target, logits[None]))
+        if 2 * full < gap < 0.5 * float(rounding(target, logits[None], is_narrow=True)):
+            break
+    plain, drafted = (
+        {"answers": [[0, 0.0, 0.1, 0.2, 1]], "tokens": 1.0, "full": 1.0, "texts": {"0": [[[token], "x"]]},
+         "prompts": {"0": prompt}, "counters": None, "failures": [], "num_repeated": 0, "late": [], "lags": [],
+         "num_lags": 0, "cpu": 0.0, "arriving": 0.0, "model": "M"}
+        for token in (best, second)
+    )  # fmt: skip
+    drafts = ServedDrafts("head", 4, (ServedSide(None, words), ServedSide(None, words)))
+    how = SERVER_ENGINES["vllm"], drafts, [Question("p:0", PLAIN, {"prompt": prompt}, prompt)], ServedConfig([ONE])
+    result = result_of(*how, ONE, [plain], [drafted], load_target=lambda: target)
+    assert result.texts is not None and (result.texts.num_wrong, result.texts.not_proved) == (num_wrong, 0)
+
+
+def test_of_few_texts_none_is_called_wrong_where_one_without_drafts_is_not_the_targets_own(monkeypatch):
+    """Of two that part, one shows that the server computes otherwise."""
+    own = lambda target, prompt, new, **how: 1 if new in ([4, 7], [4, 6]) else None  # noqa: E731
+    monkeypatch.setattr(text_check, "first_not_own", own)
+    plain = {"texts": {"0": [[[4, 5], "x"]], "1": [[[4, 7], "x"]]}}
+    drafted = {"texts": {"0": [[[4, 6], "y"]], "1": [[[4, 8], "y"]]}}
+    found = text_check.check_texts(QUESTIONS, [plain], [drafted], {0: [9], 1: [9]}, lambda: cast(Any, "a target"))
+    assert (found.num_wrong, found.not_proved, found.is_other) == (0, 2, True)
