@@ -67,8 +67,9 @@ def own_step_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -
 
 
 def rounding(target: Target, logits: Tensor, *, is_narrow: bool = False) -> Tensor:
-    """logits [n, V] -> [n] how far apart two of them may be and still be equal up to rounding. Args: is_narrow: the text
-    was written in 16 bits, in whatever the target is here."""
+    """logits [n, V] -> [n] how far apart two of them may be and still be equal up to rounding.
+
+    Args: is_narrow: the text was written in 16 bits, whatever the target is held in here."""
     allowed = logits.masked_fill(logits < LEAST_LOGIT, 0)
     if not is_narrow and all(parameter.dtype.itemsize >= 4 for parameter in target.model.parameters()):
         return FULL_PRECISION * allowed.std(-1)

@@ -113,6 +113,9 @@ def schedule_line(results: Sequence[ServedResult]) -> str:
 def verdict(result: ServedResult, num_results: int) -> str:
     """Says in words what was found under one load, as one of so many results."""
     low, high = result.speedup_ci95
+    sides = ("baseline", result.baseline), ("with drafts", result.drafted)
+    if late := " and ".join(name for name, side in sides if not side.keeps_up):
+        return f"{result.load.name}: the server cannot keep this rate ({late}), so its times are those of a queue"
     if result.speedup is None:
         return f"{result.load.name}: nothing was measured"
     if low is None or high is None:

@@ -200,6 +200,9 @@ def result_of(
     origins = origins_of(questions)
     ratio, ends = speedup(load, baseline, drafted, origins)
     plain, ours = prompts_in(baseline), prompts_in(drafted)
+    sides = [side_figures(records, load, config.slo) for records in (baseline, drafted)]
+    if not all(side.keeps_up for side in sides):
+        ratio, ends = None, (None, None)  # of queues, which are as long as the block was
     texts = None
     if config.temperature == 0:
         is_narrow = not all("--dtype float32" in side.words.replace("=", " ") for side in drafts.sides)
@@ -216,8 +219,8 @@ def result_of(
         at_once=config.at_once,
         speedup=ratio,
         speedup_ci95=ends,
-        baseline=side_figures(baseline, load, config.slo),
-        drafted=side_figures(drafted, load, config.slo),
+        baseline=sides[A],
+        drafted=sides[B],
         acceptance=acceptance_of(drafted),
         prompts=PromptCheck.of(questions, {**plain, **ours}),
         texts=texts,

@@ -160,6 +160,7 @@ async def run_block(asker: Asker, questions: Sequence[Question], load: Load, *, 
 
     async def arriving() -> None:
         source, at, running = random.Random(seed), 0.0, list[Any]()
+        source.shuffle(numbers)  # so that the last arrivals differ from the first by the server's state alone
         for index in range(len(numbers)):
             at += source.expovariate(load.rate or 1.0)
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - start)))

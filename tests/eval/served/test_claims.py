@@ -125,3 +125,22 @@ def test_of_few_texts_none_is_called_wrong_where_one_without_drafts_is_not_the_t
     drafted = {"texts": {"0": [[[4, 6], "y"]], "1": [[[4, 8], "y"]]}}
     found = text_check.check_texts(QUESTIONS, [plain], [drafted], {0: [9], 1: [9]}, lambda: cast(Any, "a target"))
     assert (found.num_wrong, found.not_proved, found.is_other) == (0, 2, True)
+
+
+def arrived(seconds, *, queue=0.0, num=24) -> dict[str, Any]:
+    """A block of arrivals, one each 0.1 s, whose answers take so long, and by so much longer from one to the next."""
+    answers = [[number, number / 10, 0.01, seconds + number * queue, 10] for number in range(num)]
+    record = {"answers": answers, "tokens": 10.0 * num, "full": num / 10, "arriving": num / 10, "texts": {}}
+    record |= {"prompts": {}, "counters": None, "failures": [], "num_repeated": 0, "late": [], "lags": []}
+    return record | {"num_lags": 0, "cpu": 0.0, "model": "M"}
+
+
+@pytest.mark.parametrize(("queue", "late"), [((0, 0), ""), ((0.2, 0), "baseline"), ((0.2, 0.1), "baseline and with")])
+def test_at_a_rate_that_a_side_cannot_keep_there_is_no_speedup(queue, late):
+    """Twice the arrivals would make it twice as large: it is the length of a queue."""
+    plain, drafted = ([arrived(seconds, queue=by)] * 4 for seconds, by in zip((1.0, 0.5), queue, strict=True))
+    drafts, load = ServedDrafts("head", 4, (ServedSide("a"), ServedSide("b"))), Load(rate=10.0)
+    how = SERVER_ENGINES["vllm"], drafts, [Question(f"p:{i}", PLAIN, {}, None) for i in range(24)], ServedConfig([load])
+    result = result_of(*how, load, plain, drafted, load_target=lambda: None)
+    assert result.speedup == (None if late else 2.0)
+    assert (f"the server cannot keep this rate ({late}" in sentences([result])[0]) == bool(late)
