@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
 from ...engines.servers.registry import SERVER_ENGINES
-from ..figures.metrics import Ends
+from ..figures.metrics import LEAST_TIMED, Ends
 from ..figures.repetition import Repetition
 from ..suites.prompts import FailedPrompt
 from .figures import SideFigures, Slo
@@ -101,13 +101,16 @@ def deployable(results: Sequence[ServedResult]) -> list[ServedResult]:
 
 def lower_end_among(result: ServedResult, num_results: int) -> float:
     """The lower end of its interval, where it was chosen for that end among so many results: each then has to hold in
-    all but a share 0.05 / num_results (Bonferroni), by t over the pairs of blocks, or over the questions where these
-    are asked one at a time and are more. 0 if it has no interval."""
+    all but a share 0.05 / num_results (Bonferroni), by t over the pairs of blocks; over the questions where these are
+    asked one at a time and are fewer, or the pairs too few for an interval. 0 if it has no interval."""
     from scipy.special import stdtrit
 
     low = result.speedup_ci95[0]
     if low is None or not result.speedup:
         return 0.0
-    freedom = max(len(result.order) / 2 - 1, result.num_questions - 1 if result.load.is_single else 1.0)
+    pairs = len(result.order) // 2
+    counts = [pairs] * (pairs >= LEAST_TIMED or not result.load.is_single)
+    counts += [result.num_questions] * result.load.is_single
+    freedom = max(1, min(counts) - 1)
     wider = float(stdtrit(freedom, 1 - 0.025 / num_results) / stdtrit(freedom, 0.975))
     return result.speedup * (low / result.speedup) ** wider

@@ -12,8 +12,9 @@ from headstart.eval.served import text_check
 from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of, result_of
 from headstart.eval.served.load import Load
 from headstart.eval.served.questions import PLAIN, Question
-from headstart.eval.served.served_result import deployable
+from headstart.eval.served.served_result import deployable, lower_end_among
 from headstart.targets.target import Target
+from scipy.special import stdtrit
 from served_blocks import ONE, QUESTIONS, measured, served
 from serving_stand_in import StandIn
 
@@ -144,3 +145,13 @@ def test_at_a_rate_that_a_side_cannot_keep_there_is_no_speedup(queue, late):
     result = result_of(*how, load, plain, drafted, load_target=lambda: None)
     assert result.speedup == (None if late else 2.0)
     assert (f"the server cannot keep this rate ({late}" in sentences([result])[0]) == bool(late)
+
+
+@pytest.mark.parametrize(
+    ("order", "num_questions", "freedom"), [("ABBA" * 2, 50, 3), ("ABBA", 50, 49), ("AB" * 9, 5, 4)]
+)
+def test_the_best_of_several_is_widened_by_the_fewest_that_its_interval_is_over(order, num_questions, freedom):
+    """One at a time the interval holds that over pairs of blocks, which are fewer than questions."""
+    result = replace(served("head:H at K 4", 1, 1.5), order=order, num_questions=num_questions)
+    wider = stdtrit(freedom, 1 - 0.025 / 6) / stdtrit(freedom, 0.975)
+    assert lower_end_among(result, 6) == pytest.approx(1.7 * (1.5 / 1.7) ** wider)
