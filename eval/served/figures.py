@@ -147,15 +147,21 @@ def answers_in(record: Record) -> list[Answered]:
 
 def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> SideFigures:
     """The figures of one side, from its blocks."""
-    answers = [answer for record in records for answer in answers_in(record)]
-    # those that ended beside fewer others than the load says are not of this load
-    ends = [record["full"] + 1e-9 for record in records for _ in record["answers"]]
-    within = [answer for answer, end in zip(answers, ends, strict=True) if answer.sent + answer.whole <= end] or answers
+    together = 0 if load.is_single or load.rate is not None else load.concurrency
+
+    def told(first: int = 0, *, ended: bool = False) -> list[Answered]:
+        """All answers of each block from one on, or those that ended while the load was full."""
+        listed = [(answer, record["full"] + 1e-9) for record in records for answer in answers_in(record)[first:]]
+        return [answer for answer, end in listed if not ended or answer.sent + answer.whole <= end]
+
+    answers = told()
+    within = told(ended=True) or answers  # beside fewer others than the load says they are not of this load
+    later, settled = told(together) or answers, told(together, ended=True) or within  # places start in one prefill
     seconds = sum(record["full"] for record in records)
     # at a rate all answers are those of the arrivals, however long the last ones take
     counted = seconds if load.rate is None else sum(record["arriving"] for record in records)
     failures = [failure for record in records for failure in record["failures"]]
-    good = [answer for answer in within if slo is not None and slo.holds(answer)]
+    good = fmean(slo is not None and slo.holds(answer) for answer in settled) * len(within)
     lags = [lag for record in records for lag in record["lags"]]
     padded = [0.0] * (sum(record["num_lags"] for record in records) - len(lags))
     return SideFigures(
@@ -166,9 +172,9 @@ def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> Side
         user_tokens_per_second=rounded(
             sum(answer.num_tokens for answer in within) / sum(answer.whole for answer in within) if within else None, 2
         ),
-        ttft_ms=Percentiles.of([answer.wait for answer in answers]),
-        tpot_ms=Percentiles.of([per for answer in within if (per := answer.per_token) is not None]),
-        goodput=None if slo is None or not counted else round(len(good) / counted, 4),
+        ttft_ms=Percentiles.of([answer.wait for answer in later]),
+        tpot_ms=Percentiles.of([per for answer in settled if (per := answer.per_token) is not None]),
+        goodput=None if slo is None or not counted else round(good / counted, 4),
         client_late_ms=Percentiles.of([*padded, *lags, *(late for record in records for late in record["late"])]),
         client_cpu=round(max(record["cpu"] for record in records), 3),
         failures=failures[:20],

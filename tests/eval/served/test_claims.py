@@ -10,6 +10,7 @@ from headstart.eval.proof.own_forward import own_logits, rounding
 from headstart.eval.report.served_page import ServedReport, cautions, render_served, sentences
 from headstart.eval.served import text_check
 from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, key_of, result_of
+from headstart.eval.served.figures import Slo, side_figures
 from headstart.eval.served.load import Load
 from headstart.eval.served.questions import PLAIN, Question
 from headstart.eval.served.served_result import deployable, lower_end_among
@@ -155,3 +156,15 @@ def test_the_best_of_several_is_widened_by_the_fewest_that_its_interval_is_over(
     result = replace(served("head:H at K 4", 1, 1.5), order=order, num_questions=num_questions)
     wider = stdtrit(freedom, 1 - 0.025 / 6) / stdtrit(freedom, 0.975)
     assert lower_end_among(result, 6) == pytest.approx(1.7 * (1.5 / 1.7) ** wider)
+
+
+@pytest.mark.parametrize(
+    ("load", "p99", "goodput"), [(Load(2), 200, 4 / 2), (ONE, 900, 4 / 2 / 2), (Load(rate=2.0), 900, 2)]
+)
+def test_questions_that_all_places_ask_at_the_start_are_in_no_wait(load, p99, goodput):
+    """Four of two places, the first two of which share a prefill; all of one place, or of arrivals, count."""
+    waits = [0.9, 0.9, 0.2, 0.2]
+    answers = [[number, number // 2, wait, 1.0, 10] for number, wait in enumerate(waits)]
+    record = arrived(1.0) | {"answers": answers, "full": 2.0, "arriving": 1.0}
+    side = side_figures([record], load, Slo(ttft=0.5))
+    assert (side.ttft_ms.p99, side.goodput) == (p99, goodput)
