@@ -52,6 +52,9 @@ def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machi
     decision = found["decision"]
     assert decision["deploy"] and decision["drafter"] == "suffix" and decision["speedup"] > 1.5
     assert "Deploy look-ups, K 3, in vLLM" in said and '"method": "ngram"' in decision["commands"][0]
+    command = decision["commands"][0]
+    assert command.startswith("vllm serve ") and command.endswith(" --step 0.004"), "it is served with a prefix cache"
+    assert "prefix-caching" not in command
     page = (tmp_path / "auto" / "auto.html").read_text()
     assert "vLLM with look-ups, 3 drafts: 1 at a time:" in page and "eval_served/report.html" in page
 
