@@ -75,7 +75,9 @@ def check_texts(
     for number, told in ((number, told) for number, texts in texts_in(drafted).items() for told in texts):
         if number not in plain:
             continue
-        (ids, text), (other_ids, other_text) = told, told if told in plain[number] else plain[number][0]
+        ids, text = told
+        equal = (one for one in plain[number] if one == told or (ids is not None and one[0] == ids))
+        other_ids, other_text = next(equal, plain[number][0])
         known, prompt = ids is not None and other_ids is not None, prompts.get(number) or questions[number].ids
         ours, theirs = (ids, other_ids) if known else (list(text.encode()), list(other_text.encode()))
         assert ours is not None and theirs is not None
