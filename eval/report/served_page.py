@@ -20,6 +20,7 @@ from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
+from ..served.load import ARRIVING
 from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
@@ -252,7 +253,14 @@ def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]
         if result.prompts.other:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
             found.append(f"{where}: {others} are other ids in the server than by the target's template here")
+        if result.prompts.unknown:
+            found.append(
+                f"{result.prompts.unknown} prompts: no ids of the server's or of ours to tell if they are alike"
+            )
         found += [f"{where}: {told}" for told in filter(None, [*result.doubts, learnt_text(result.learnt)])]
+        most = max(result.baseline.most_in_flight, result.drafted.most_in_flight)
+        if result.load.rate is not None and f"-np {ARRIVING} " in result.commands[0] and most > ARRIVING:
+            found.append(f"{where}: {most} questions were in flight, of which {ARRIVING} have a slot; the others wait")
         if result.num_questions < FEW_QUESTIONS:
             found.append(f"{where}: only {result.num_questions} different questions, which says little of others")
         if result.engine == "openai":

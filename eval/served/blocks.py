@@ -229,6 +229,7 @@ def result_of(
         commands=[side.words for side in drafts.sides],
         baseline_drafter=drafts.baseline,
         doubts=[*doubts(drafts, baseline, drafted), *other_prompts(questions, plain, ours)],
+        models=[records[-1]["model"] for records in (baseline, drafted)],
         repetition=repetition(load, baseline, drafted, origins),
     )
 

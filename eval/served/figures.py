@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from statistics import fmean
 from typing import Any
@@ -100,6 +101,7 @@ class SideFigures:
     client_cpu: float
     failures: list[str] = field(default_factory=list)
     slowing: float | None = None  # at a rate: as of MOST_SLOWING
+    most_in_flight: int = 0  # questions at once
 
     @property
     def keeps_up(self) -> bool:
@@ -179,7 +181,13 @@ def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> Side
         client_cpu=round(max(record["cpu"] for record in records), 3),
         failures=failures[:20],
         slowing=None if load.rate is None else rounded(slowing(records), 2),
+        most_in_flight=max(map(most_in_flight, records)),
     )
+
+
+def most_in_flight(record: Record) -> int:
+    moves = [move for one in answers_in(record) for move in ((one.sent, 1), (one.sent + one.whole, -1))]
+    return max(accumulate(step for _, step in sorted(moves)), default=0)
 
 
 def slowing(records: Sequence[Record]) -> float | None:

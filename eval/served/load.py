@@ -16,6 +16,7 @@ from .questions import Question
 NUM_ATTEMPTS = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a question is repeated
 BEAT = 0.02  # seconds between two looks at how late our own event loop is
+ARRIVING = 16  # questions at once for which a server of ours has room where they arrive at a rate, if it has to be told
 ROUNDS_OF_ALL = 4  # questions of a block at least, per place in flight: the last ones run beside fewer others
 
 

@@ -57,6 +57,7 @@ class ServedResult:
     commands: list[str] = field(default_factory=list)  # of both servers, or their addresses
     baseline_drafter: str = WITHOUT  # what the baseline drafts with instead
     doubts: list[str] = field(default_factory=list)  # whether the two servers differ by their drafts alone
+    models: list[str] = field(default_factory=list)  # by whose names both servers were asked
     learnt: float | None = None  # share of the questions that the head was trained on; None: not known
     repetition: Repetition = field(default_factory=Repetition)  # of the texts without drafts
 

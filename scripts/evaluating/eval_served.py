@@ -25,7 +25,7 @@ from ...eval.report.results.drafter_words import served_words
 from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from ...eval.served.figures import Slo
-from ...eval.served.load import Load
+from ...eval.served.load import ARRIVING, Load
 from ...eval.served.questions import Questions
 from ...eval.served.served_result import ITS_OWN, WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
@@ -36,11 +36,10 @@ from ...targets.weights.served_adapter import ServedAdapter
 from ...targets.weights.stored import fingerprint_of_stored, stored_tensors
 from .engine_options import MOST_ROWS, engine_of
 from .eval_drafts import own_length, recorded_training
-from .eval_run import warn
+from .eval_run import warn, warn_of_thinking
 
 HEADS = "served_heads"  # the folder in the output for heads as the engine reads them
 UNKNOWN, HEADROOM = range(2048), 64  # a prompt whose ids are not known here, and what a template may add
-ARRIVING = 16  # questions at once for which there is room where they arrive at a rate
 LEAST_RATE = 0.001  # a question in a quarter of an hour
 
 
@@ -280,6 +279,8 @@ def questions_in(asked: WantedMeasurement) -> Questions:
     """Raises BadInput."""
     tokenizer = tokenizer_of(asked.target)
     questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
+    if tokenizer is not None:
+        warn_of_thinking(asked.chat, tokenizer.chat_template)
     if getattr(tokenizer, "chat_template", None) and any(one.is_plain_text for one in questions.asked):
         warn(
             "rows of `prompt` are continued as plain text; for answers as in a chat, give `messages` or `turns`, which "

@@ -16,8 +16,8 @@ from headstart.eval.figures.recorded_training import LearntPrompts
 from headstart.eval.report.results.drafter_words import served_words
 from headstart.eval.report.served_page import measured_schedule
 from headstart.eval.served.load import Load
-from headstart.eval.suites.prompts import DEFAULT_CHAT
-from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of
+from headstart.eval.suites.prompts import DEFAULT_CHAT, ChatOptions
+from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of, questions_in
 from headstart.scripts.evaluating.evaluate import evaluate
 from headstart.targets.adapters import WEIGHTS
 from headstart.targets.target import Target
@@ -53,6 +53,13 @@ def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, sav
     assert f"vLLM {said}" in page and "times as fast [" in page and "<svg" in page
     assert said in capsys.readouterr().out
     assert not (tmp_path / "out" / "measured.jsonl").exists()
+
+
+def test_thinking_that_the_template_does_not_read_is_said_of_servers_too(saved_target, tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}]}\n')
+    how: dict[str, Any] = {"prompts": [str(tmp_path / "chats.jsonl")], "max_new_tokens": 8}
+    questions_in(WantedMeasurement(target=str(saved_target), chat=ChatOptions(thinking=True), **how))
+    assert "does not read enable_thinking: --thinking changes nothing" in capsys.readouterr().err
 
 
 @pytest.fixture

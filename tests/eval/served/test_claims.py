@@ -14,9 +14,10 @@ from headstart.eval.served.figures import Slo, side_figures
 from headstart.eval.served.load import Load
 from headstart.eval.served.questions import PLAIN, Question
 from headstart.eval.served.served_result import deployable, lower_end_among
+from headstart.eval.served.text_check import PromptCheck
 from headstart.targets.target import Target
 from scipy.special import stdtrit
-from served_blocks import ONE, QUESTIONS, measured, served
+from served_blocks import ONE, QUESTIONS, SIDE, measured, served
 from serving_stand_in import StandIn
 
 
@@ -168,3 +169,20 @@ def test_questions_that_all_places_ask_at_the_start_are_in_no_wait(load, p99, go
     record = arrived(1.0) | {"answers": answers, "full": 2.0, "arriving": 1.0}
     side = side_figures([record], load, Slo(ttft=0.5))
     assert (side.ttft_ms.p99, side.goodput) == (p99, goodput)
+
+
+def test_more_arrivals_than_a_server_has_slots_for_and_prompts_without_ids_are_said():
+    side = replace(SIDE, most_in_flight=20)
+    told = {"commands": ["llama-server -np 16 -c 4096"] * 2, "prompts": PromptCheck(unknown=12)}
+    result = replace(served("head:H at K 4", 1, 1.5), load=Load(rate=2.0), baseline=side, **told)
+    page = cautions([result])
+    assert any("20 questions were in flight, of which 16 have a slot" in line for line in page)
+    assert any("12 prompts: no ids of the server's or of ours" in line for line in page)
+    assert not any("a slot" in line for line in cautions([replace(result, baseline=SIDE)]))
+
+
+def test_a_text_is_held_against_the_one_of_the_same_ids():
+    """Of two texts without drafts; a token may be written in other characters in a stream."""
+    plain = {"texts": {"0": [[[4, 5], "x"], [[4, 6], "y"]]}}
+    found = text_check.check_texts(QUESTIONS, [plain], [{"texts": {"0": [[[4, 6], "y "]]}}], {}, lambda: None)
+    assert (found.report.identical, found.by_ids, found.not_proved) == (1, 1, 0)

@@ -36,6 +36,7 @@ def test_figures_are_those_that_were_planted(tmp_path):
     assert one.drafted.ttft_ms.p50 == pytest.approx(8, abs=8) and one.drafted.tpot_ms.p50 == pytest.approx(
         32 / 11, rel=1.0
     )
+    assert one.models == ["M", "M"] and (one.drafted.most_in_flight, four.drafted.most_in_flight) == (1, 4)
     assert (one.order, one.prompts.same, one.prompts.other, one.texts.report.identical) == ("ABBA", 6, 0, 6)
     assert four.baseline.num_answers == 2 * 18 and plain.most_at_once == drafting.most_at_once == 4
     assert four.baseline.tokens_per_second == pytest.approx(4 / 0.009, rel=0.5)
