@@ -16,11 +16,12 @@ VLLM = "vllm:spec_decode_num_"
 
 class StandIn:
     """step: seconds per forward. accepted: of `length` drafts each, one entry a round; empty: it drafts nothing.
-    fault(number of the question, body): `drop`, `hang`, (status, headers, text), or nothing."""
+    fault(number of the question, body): `drop`, `hang`, (status, headers, text), or nothing. cards: what /v1/models
+    says, instead of the names."""
 
     def __init__(self, *, step=0.001, accepted=(), fault=None, counters=True, model="M", key="",
                  style="vllm", other_template=False, ids=True, usage=True, started=None, other_text=(),
-                 length=4, looping=()):  # fmt: skip
+                 length=4, cards=None, version=None, looping=()):  # fmt: skip
         self.step, self.accepted, self.fault = step, list(accepted), fault or (lambda *_: None)
         self.has_counters, self.key, self.style = counters, key, style
         self.other_template, self.gives_ids, self.other_text = other_template, ids, set(other_text)
@@ -29,6 +30,7 @@ class StandIn:
         self.gives_usage, self.started = usage, started
         self.states = None  # a FakeServer
         self.names = [model]  # by which it may be asked
+        self.cards, self.version = cards, version
         self.length, self.applied = length, {}  # sampling settings that llama-server says it has used
         self.rounds, self.drafted, self.at, self.tokens, self.requests = 0, 0, [0] * 8, 0, 0
 
@@ -73,8 +75,9 @@ class StandIn:
                 writer, 401, json.dumps({"error": {"message": f"wrong key {headers.get('authorization', '')}"}})
             )
         if line.startswith("GET"):
-            models = json.dumps({"data": [{"id": name} for name in self.names]})
+            models = json.dumps({"data": self.cards or [{"id": name} for name in self.names]})
             told = {"/health": "", "/metrics": self.metrics(), "/v1/models": models}
+            told |= {"/version": json.dumps({"version": self.version})} if self.version else {}
             told |= {"/props": '{"default_generation_settings": {}}'} if self.style == "llama-server" else {}
             return self.say(writer, 200 if path in told else 404, told.get(path, ""))
         asked = json.loads(body)

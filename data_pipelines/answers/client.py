@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
-from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer, may_pass
+from ...engines.servers.address import NOT_ANSWERED, OF_A_KEY, STOPPING, Address, first_answer, may_pass
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
@@ -25,7 +25,6 @@ from .regenerate import ClientConfig
 if TYPE_CHECKING:
     import openai
 
-NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 NOT_REACHED = ("ConnectError", "ConnectTimeout")  # names of exceptions of the HTTP library that `openai` uses
 AS_WRITTEN = {"return_token_ids": True, "skip_special_tokens": False}  # for the answer as the target wrote it
 CONNECT_SECONDS = 10.0

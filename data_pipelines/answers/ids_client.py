@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...engines.servers.address import Address
+from ...engines.servers.address import NOT_ANSWERED, Address
 from ...targets.chat.written_ids import NEW_KEYS
 from .as_ids import AsIds
-from .client import NOT_ANSWERED, AttemptFailed, OpenAIClient, Server
+from .client import AttemptFailed, OpenAIClient, Server
 from .conversations import Answer, ChatRequest, Failure
 from .regenerate import ClientConfig
 

@@ -11,20 +11,24 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from ...base.errors import first_line
-from .address import Address
+from .address import NOT_ANSWERED, Address
 
 
 @dataclass
 class Arrived:
-    """An answer as it came. seconds: from the sending of the question, of each part that had text or ids; `wait` ends
-    with the first, `whole` with the last. num_tokens: by the ids, else by the server's usage. drafted: tokens that were
-    drafted for it and accepted, where the answer says so (llama-server's `timings`)."""
+    """An answer as it came. seconds: from the connecting on, of each part that had text or ids; `wait` ends with the
+    first, `whole` with the last. text: with the function and arguments of each of `calls`, by their number, at its end.
+    num_tokens: by the ids, else by the server's usage. drafted: tokens that were drafted for it and accepted, where the
+    answer says so (llama-server's `timings`)."""
 
     seconds: list[float] = field(default_factory=list)
     text: str = ""
+    calls: dict[int, str] = field(default_factory=dict)
     ids: list[int] | None = None
     prompt_ids: list[int] | None = None
     num_tokens: int = 0
@@ -68,12 +72,19 @@ class Incoming(asyncio.Protocol):
             self.closed.set_result(exc)
 
 
+@cache
+def secure_context() -> ssl.SSLContext:
+    """Made once: reading the certificates of authorities keeps the loop that times all answers."""
+    return ssl.create_default_context()
+
+
 async def ask(address: Address, path: str, body: Mapping[str, Any], *, patience: float) -> Arrived:
     """One question. Args: patience: seconds without a byte after which it has failed. Raises: RequestError."""
     parts = address.parts
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = secure_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
     loop, sent = asyncio.get_running_loop(), json.dumps(body).encode()
+    start = time.perf_counter()  # who asks waits for the connection too
     try:
         connecting = loop.create_connection(Incoming, parts.hostname or "", port, ssl=secure)
         transport, incoming = await asyncio.wait_for(connecting, patience)
@@ -82,7 +93,6 @@ async def ask(address: Address, path: str, body: Mapping[str, Any], *, patience:
     lines = [f"POST {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
     lines += ["Connection: close", f"Content-Length: {len(sent)}"]
     lines += [f"{name}: {value}" for name, value in address.headers().items()]
-    start = time.perf_counter()
     transport.write("\r\n".join([*lines, "", ""]).encode() + sent)
     try:
         while not incoming.closed.done():
@@ -105,7 +115,9 @@ def read(address: Address, incoming: Incoming, start: float) -> Arrived:
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     status = int(status_line.split()[1])
     is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-    pieces = list(chunks(raw, len(head) + 4) if is_chunked else [(len(raw), raw[len(head) + 4 :])])
+    body = len(head) + 4
+    ends = [body, *(end for end in incoming.ends if end > body)]
+    pieces = list(chunks(raw, body)) if is_chunked else [(end, raw[at:end]) for at, end in pairwise(ends)]
     if status != 200:
         told = address.hide(b"".join(data for _, data in pieces).decode(errors="replace")) or "(no text)"
         rest = headers.get("retry-after", "")
@@ -116,6 +128,9 @@ def read(address: Address, incoming: Incoming, start: float) -> Arrived:
             is_ended = True
             break
         note(answer, address, line, incoming.times[bisect_left(incoming.ends, end)] - start)
+    if answer.finish in NOT_ANSWERED:
+        raise RequestError(500, f"{address.url}: the server gave up: finish_reason {answer.finish}")
+    answer.text += "".join(answer.calls[number] for number in sorted(answer.calls))
     if not answer.seconds or not (is_ended or answer.finish):
         raise RequestError(0, f"{address.url}: connection lost in the middle of an answer")
     answer.num_tokens = len(answer.ids) if answer.ids else answer.num_tokens
@@ -164,13 +179,25 @@ def note(answer: Arrived, address: Address, data: bytes, seconds: float) -> None
     for choice in part.get("choices") or []:
         delta = choice.get("delta") or {}
         said = [choice.get("text"), delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning")]
-        said += [json.dumps(delta["tool_calls"])] if delta.get("tool_calls") else []
         text, ids = "".join(filter(None, said)), choice.get("token_ids")
+        called = called_in(delta)
+        for number, piece in called:
+            answer.calls[number] = answer.calls.get(number, "") + piece
         answer.prompt_ids = choice.get("prompt_token_ids") or answer.prompt_ids
         answer.finish = choice.get("finish_reason") or answer.finish
         answer.text += text
         if ids:
             answer.ids = answer.ids or []
             answer.ids += ids
-        if text or ids:
+        if text or ids or called:
             answer.seconds.append(seconds)
+
+
+def called_in(delta: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """What a part says of functions and arguments, each with the number of its call. A call's id is drawn at random."""
+    calls, found = delta.get("tool_calls") or [], list[tuple[int, str]]()
+    for at, call in enumerate(calls):
+        number, function = call.get("index"), call.get("function") or {}
+        piece = "".join(filter(None, (function.get("name"), function.get("arguments"))))
+        found.append((at if number is None else number, piece))
+    return found

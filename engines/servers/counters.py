@@ -1,24 +1,30 @@
 """What a server has counted since its start: rounds, tokens drafted, tokens accepted, by draft position."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isfinite
 
-SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*?)\})?\s+([-+\d.eE]+)", re.MULTILINE)
+STARTED = "process_start_time_seconds"  # Prometheus's own, of the process that answers; SGLang has none
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*?)\})?[ \t]+(\S+)", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Counters:
-    """num_rounds: verifications, one per request and forward. accepted_at: by draft position; empty: not counted so."""
+    """num_rounds: verifications, one per request and forward. accepted_at: by draft position; empty: not counted so.
+    started: when the process was that has counted them; None: not known, or they are of several reads."""
 
     num_rounds: int = 0
     num_drafted: int | None = None
     num_accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    started: float | None = None
 
-    def __sub__(self, before: "Counters") -> "Counters":
-        return self._with(before, -1)
+    def __sub__(self, before: "Counters") -> "Counters | None":
+        """None: another process has counted these, as behind a load balancer."""
+        return self._with(before, -1) if self.started == before.started else None
 
     def __add__(self, other: "Counters") -> "Counters":
         return self._with(other, 1)
@@ -49,11 +55,18 @@ class Counters:
 
 
 def samples(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """Names, labels and values in Prometheus's text format. A counter's name may end in _total: it is left out."""
-    return [
-        (name.removesuffix("_total"), dict(LABEL.findall(labels)), float(value))
-        for name, labels, value in SAMPLE.findall(text)
-    ]
+    """Names, labels and values in Prometheus's text format, those that are numbers. A counter's name may end in _total:
+    it is left out."""
+    found = list[tuple[str, dict[str, str], float]]()
+    for name, labels, value in SAMPLE.findall(text):
+        with suppress(ValueError):
+            found.append((name.removesuffix("_total"), dict(LABEL.findall(labels)), float(value)))
+    return [one for one in found if isfinite(one[2])]
+
+
+def started_in(found: list[tuple[str, dict[str, str], float]]) -> float | None:
+    """When the process was started that says so; None: it does not."""
+    return next((value for name, _, value in found if name == STARTED), None)
 
 
 def total(found: list[tuple[str, dict[str, str], float]], name: str) -> int | None:

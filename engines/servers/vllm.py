@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ...targets.weights.served_adapter import ServedAdapter
 from .address import Address
-from .counters import Counters, samples, total
+from .counters import Counters, samples, started_in, total
 from .engine import LONGEST_MATCH, ServerEngine
 
 API_SERVER = "vllm.entrypoints.openai.api_server"  # the module that one runs
@@ -51,4 +51,5 @@ class VllmEngine(ServerEngine):
             if name == f"{PREFIX}accepted_tokens_per_pos":
                 at[int(labels["position"])] = at.get(int(labels["position"]), 0) + int(value)
         accepted = total(found, f"{PREFIX}accepted_tokens") or 0
-        return Counters(rounds, total(found, f"{PREFIX}draft_tokens"), accepted, [at[i] for i in sorted(at)])
+        drafted = total(found, f"{PREFIX}draft_tokens")
+        return Counters(rounds, drafted, accepted, [at[i] for i in sorted(at)], started_in(found))

@@ -14,7 +14,7 @@ from typing import Any
 from ... import __version__
 from ...base.errors import BadInput
 from ...engines.servers.address import Address
-from ...engines.servers.counters import Counters, samples
+from ...engines.servers.counters import Counters, samples, started_in
 from ...engines.servers.engine import ServerEngine
 from ...engines.servers.process import ServerProcess
 from ...targets.target import Target
@@ -27,7 +27,6 @@ from .served_result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
 from .text_check import PromptCheck, check_texts
 
 A, B = 0, 1  # without drafts, with them
-STARTED = "process_start_time_seconds"  # what servers say of themselves in /metrics, vLLM among them
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,7 @@ def measured_block(
 
 def started(asker: Asker) -> float | None:
     """When the server was started, by its own clock; None: it does not say so."""
-    told = samples(asker.address.read("/metrics") or "")
-    return next((value for name, _, value in told if name == STARTED), None)
+    return started_in(samples(asker.address.read("/metrics") or ""))
 
 
 def result_of(

@@ -47,7 +47,7 @@ def by_ids(config: RegenerateConfig, running: ExitStack) -> tuple[Answerer, dict
             console.print(own.line, soft_wrap=True, markup=False, highlight=False)
             places = [Address(running.enter_context(own).url)]
         name = "" if adapter is None else adapter.name
-        model = first_answer(places, lambda place: place.serving(name)).model
+        model = first_answer(places, lambda place: place.serving(name, target=config.target)).model
         client = IdsClient(places, model=model, config=config.client, as_ids=AsIds(target))
         yield from by_threads(conversations, answer=client, num_threads=client.num_threads, is_done=is_done)
 

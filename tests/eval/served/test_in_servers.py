@@ -55,6 +55,21 @@ def test_both_sides_get_the_same_arrivals_and_no_question_profits_from_a_cache(t
     assert result.load.name == "400 a second" and result.speedup
 
 
+class Balanced(StandIn):
+    """Two processes behind one address: reads of /metrics meet them in turn."""
+
+    def metrics(self):
+        self.started = 3.0 - (self.started or 1.0)
+        self.at[0] += 1000
+        return super().metrics()
+
+
+def test_counters_of_several_processes_give_no_acceptance(tmp_path):
+    """As behind a load balancer: their differences are of nothing."""
+    [result] = measured(StandIn(), Balanced(accepted=[2]), tmp_path)
+    assert result.speedup and result.acceptance is None
+
+
 @pytest.mark.timed
 def test_tokens_are_counted_by_usage_where_there_are_no_ids(tmp_path):
     """A part of several tokens is not one token."""
@@ -152,6 +167,7 @@ FAILING = {
     "broken": (500, '{"error": "out of luck"}'),
     "dropped": "drop",
     "hanging": "hang",
+    "aborted": (200, 'data: {"choices": [{"text": "3 ", "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n'),
 }
 
 
@@ -160,7 +176,9 @@ def test_a_question_that_fails_once_is_asked_again_and_counted(reply, tmp_path):
     patience = 0.5 if reply == "hang" else 60.0
     [result] = measured(StandIn(fault=once(reply)), StandIn(accepted=[1]), tmp_path, patience=patience)
     assert (result.baseline.num_repeated, result.baseline.num_failed, result.drafted.num_repeated) == (1, 0, 0)
-    waited = {"hanging": 500, "broken": 250}.get(next(name for name, one in FAILING.items() if one == reply), 0)
+    waited = {"hanging": 500, "broken": 250, "aborted": 250}.get(
+        next(name for name, one in FAILING.items() if one == reply), 0
+    )
     assert result.baseline.ttft_ms.p99 > waited, "whoever asked has waited so long"
     assert any("1 questions had to be repeated" in line for line in cautions([result]))
 
