@@ -39,8 +39,10 @@ class StandIn:
         return started + self.counted()
 
     def counted(self):
-        if not self.has_counters or not self.accepted or self.style == "llama-server":
+        if not self.has_counters or self.style == "llama-server":
             return "# none\n"
+        if not self.accepted:
+            return f"{self.style}:num_requests_running 0\n"
         if self.style == "sglang":
             lines = [f'sglang:spec_verify_calls_total{{model_name="m"}} {self.rounds}']
             lines += [f'sglang:generation_tokens_total{{is_streaming="true"}} {self.tokens}']

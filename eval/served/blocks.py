@@ -17,6 +17,7 @@ from ...engines.servers.address import Address
 from ...engines.servers.counters import Counters, samples, started_in
 from ...engines.servers.engine import ServerEngine
 from ...engines.servers.process import ServerProcess
+from ...engines.servers.registry import engine_at
 from ...targets.target import Target
 from ..measurement.resume import BatchStore
 from ..suites.prompts import FailedPrompt
@@ -176,6 +177,7 @@ def measured_block(
     counted = told if before is None or after is None else after - before
     prompts = {str(one.number): one.answer.prompt_ids for one in block.asked if one.answer}
     known = {"counters": counted and asdict(counted), "prompts": prompts}
+    known["server"] = {"engine": engine_at(asker.address).name, **asdict(asker.address.facts())}
     return {**record_of(block), **known, "started": started(asker), "model": asker.address.model}
 
 
@@ -263,6 +265,10 @@ def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[R
     models = [sorted({record["model"] for record in side}) for side in (baseline, drafted)]
     if models[A] != models[B]:
         found.append(f"the servers name their models differently: {', '.join(models[A])} and {', '.join(models[B])}")
+    before, behind = baseline[-1]["server"], drafted[-1]["server"]
+    for fact, what in (("engine", "engines"), ("version", "versions"), ("max_model_len", "longest contexts")):
+        if None not in (both := (before[fact], behind[fact])) and both[0] != both[1]:
+            found.append(f"the servers have other {what}: {both[0]} and {both[1]}")
     for side, records in zip(drafts.sides, (baseline, drafted), strict=True):
         if len({record["started"] for record in records}) > 1:
             found.append(f"{side.words} was started anew meanwhile: if it drafts otherwise, measure into a new folder")

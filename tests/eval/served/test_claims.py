@@ -57,6 +57,21 @@ def test_a_gain_that_rests_on_loops_is_none():
 
 
 @pytest.mark.parametrize(
+    ("other", "doubt"),
+    [
+        ({"style": "sglang"}, "the servers have other engines: sglang and vllm"),
+        ({"version": "0.31"}, "the servers have other versions: 0.31 and 0.32"),
+        ({"cards": [{"id": "M", "max_model_len": 512}]}, "the servers have other longest contexts: 512 and 1024"),
+        ({}, ""),
+    ],
+)
+def test_servers_of_other_engines_versions_or_lengths_are_doubted(other, doubt, tmp_path):
+    same: dict[str, Any] = {"version": "0.32", "cards": [{"id": "M", "max_model_len": 1024}]}
+    [result] = measured(StandIn(**same | other), StandIn(**same, accepted=[1]), tmp_path)
+    assert result.doubts == [doubt] * bool(doubt)
+
+
+@pytest.mark.parametrize(
     ("engine", "drafter", "caution"),
     [
         ("vllm", "suffix at K 4", "its look-ups keep earlier answers"),
@@ -130,12 +145,15 @@ def test_of_few_texts_none_is_called_wrong_where_one_without_drafts_is_not_the_t
     assert (found.num_wrong, found.not_proved, found.is_other) == (0, 2, True)
 
 
+SERVER = {"engine": "vllm", "version": None, "max_model_len": None}
+
+
 def arrived(seconds, *, queue=0.0, num=24) -> dict[str, Any]:
     """A block of arrivals, one each 0.1 s, whose answers take so long, and by so much longer from one to the next."""
     answers = [[number, number / 10, 0.01, seconds + number * queue, 10] for number in range(num)]
     record = {"answers": answers, "tokens": 10.0 * num, "full": num / 10, "arriving": num / 10, "texts": {}}
     record |= {"prompts": {}, "counters": None, "failures": [], "num_repeated": 0, "late": [], "lags": []}
-    return record | {"num_lags": 0, "cpu": 0.0, "model": "M"}
+    return record | {"num_lags": 0, "cpu": 0.0, "model": "M", "started": None, "server": SERVER}
 
 
 @pytest.mark.parametrize(("queue", "late"), [((0, 0), ""), ((0.2, 0), "baseline"), ((0.2, 0.1), "baseline and with")])
