@@ -17,6 +17,7 @@ Record = dict[str, Any]
 # keeps the rate is slower than at its start by what its batch costs, mostly less than that; in a queue times grow for
 # as long as questions arrive. Drafts that save time save 1.1 to 3 times, so a queue that doubles them hides all of it.
 MOST_SLOWING = 2.0
+FEWEST_EARLY = 8  # answers by which that is judged
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,14 @@ def most_in_flight(record: Record) -> int:
 
 
 def slowing(records: Sequence[Record]) -> float | None:
-    """Seconds per token of the answers to the last quarter of a block's arrivals, over those to the first."""
+    """Seconds per token of the answers to the last quarter of a block's arrivals, over those to the first; None: they
+    are too few, as drafts are accepted otherwise in each."""
     early, late = list[Answered](), list[Answered]()
     for record in records:
         answers = answers_in(record)
         early += answers[: len(answers) // 4]
         late += answers[len(answers) - len(answers) // 4 :]
-    return seconds_per_token(late) / seconds_per_token(early) if early else None
+    return seconds_per_token(late) / seconds_per_token(early) if len(early) >= FEWEST_EARLY else None
 
 
 def speedup(

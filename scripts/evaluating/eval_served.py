@@ -261,9 +261,7 @@ def drafting_words(
         return asked.target, *found
     head = export_head(argument, folder, to=engine.name, target=asked.target, window=asked.window)
     if head.has_adapter:
-        raise BadInput(
-            f"--head {argument}: it drafts for the target with its adapter; start both servers on that target"
-        )
+        raise BadInput(f"--head {argument}: drafts for the target with its adapter: start both servers on that target")
     for note in notes(head):
         warn(f"head {argument}: {note}")
     command = serve_commands(head, str(folder), to=engine.name, target=asked.target).get(engine.name)

@@ -102,14 +102,19 @@ def test_a_head_is_exported_and_served_at_every_k(in_vllm, saved_target, tmp_pat
 
 def test_prompts_and_a_target_that_a_head_was_not_made_for_are_said(in_vllm, rows, saved_target, tmp_path, capsys):
     """Two of the six prompts are those of its training, and the served target has other weights."""
-    head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(saved_target))
     decode = AutoTokenizer.from_pretrained(saved_target).decode
     learnt = LearntPrompts.of([decode([1, 5]), decode([1, 6])], num_rows=2)
-    save_head(head, tmp_path / "run" / "final", training={"prompts": asdict(learnt)})
-    weights = load_file(saved_target / "model.safetensors")
+    weights = load_file(saved_target / "model.safetensors", metadata={"format": "pt"})
     for moved in (0.0, 1.0):
-        save_file({name: one + moved for name, one in weights.items()}, saved_target / "model.safetensors")
-        [result], page = in_vllm(head=[str(tmp_path / "run")], overwrite=True)
+        target = shutil.copytree(saved_target, tmp_path / f"target{moved}")
+        save_file(
+            {name: one + moved for name, one in weights.items()},
+            target / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(target))
+        save_head(head, (run := tmp_path / f"run{moved}") / "final", training={"prompts": asdict(learnt)})
+        [result], page = in_vllm(head=[str(run)], overwrite=True)
         assert result["learnt"] == pytest.approx(2 / 6, abs=1e-3)
         assert "33% of the prompts are prompts that the head was trained on" in page
         assert ("other weights than those that the head was trained on" in capsys.readouterr().err) == bool(moved)

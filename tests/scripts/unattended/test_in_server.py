@@ -301,7 +301,7 @@ def test_a_server_too_slow_for_the_budget_is_known_before_training(budget, is_tr
         (
             [served("head:H at K 4", 1, 1.5), served("head:H at K 4", 8, 0.8), served("ngram at K 4", 1, 1.2)],
             "Deploy the head, K 4, in vLLM",
-            ["its lower end is 1.45", 'tokens_per_batch_size": [[1, 7, 4], [8, 8, 0]]'],
+            ["its lower end is 1.40", 'tokens_per_batch_size": [[1, 7, 4], [8, 8, 0]]'],
         ),
         ([served("head:H at K 4", 1, 1.1), served("ngram at K 4", 1, 1.2)], "Deploy look-ups, K 4, in vLLM", []),
         (
