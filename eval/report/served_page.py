@@ -123,7 +123,9 @@ def verdict(result: ServedResult, num_results: int) -> str:
         return f"{result.load.name}: {result.speedup:.2f} times as fast, too few answers for an interval"
     figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
     off = ", leave drafts off" if result.is_beside_none else ", slower"
-    advice = "" if low > 1 else off if high < 1 else ", so no difference is proved"
+    among = f" among {num_results} results" if low > 1 else ""
+    is_proved = lower_end_among(result, num_results) > 1
+    advice = "" if is_proved else off if high < 1 else f", so no difference is proved{among}"
     advice = (
         ", but only by texts that loop: do not deploy on this alone" if low > 1 and result.rests_on_loops else advice
     )

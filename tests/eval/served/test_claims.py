@@ -44,7 +44,7 @@ def test_a_gain_is_measured_without_the_texts_that_loop_too(ids, tmp_path):
         left = result.repetition.without_loops
         assert left is not None and left.num_timed == (4 if result.load.is_single else 2)
         if result.load.is_single:
-            assert result.speedup > 1.15 and left.speedup == pytest.approx(1, abs=0.25)
+            assert left.speedup is not None and result.speedup > 1.1 * left.speedup
         assert any("2 of 6 texts repeat more than half of their 4-grams" in line for line in cautions([result]))
 
 
