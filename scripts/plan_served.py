@@ -18,7 +18,6 @@ from ..eval.plan.in_server import ServedCell, checked, finalists, forecast, rate
 from ..eval.plan.prediction import errors
 from ..eval.report.results.drafter_words import served_words
 from ..eval.report.served_page import ServedReport, show_served, write_served
-from ..eval.served.questions import Questions
 from ..eval.served.served_result import ServedResult
 from .evaluating.eval_served import HEADS, WantedMeasurement, WantedServers, measured_in, questions_in
 
@@ -33,8 +32,8 @@ def plan_in_server(
     [drafter], engine = asked.drafters, wanted.served_by
     with OwnedFolder(output, command="headstart plan", settings=settings) as folder:
         folder.check_settings(settings, finished="plan.json", overwrite=overwrite)
-        every = questions_in(asked).asked
-        questions = Questions([every[number] for number in evenly(len(every), limit)])
+        every = questions_in(asked)
+        questions = replace(every, asked=[every.asked[number] for number in evenly(len(every.asked), limit)])
         with BatchStore(folder.path, on_first=folder.keep) as store:
 
             def measured(num: Sequence[int], sizes: Sequence[int]) -> list[ServedResult]:

@@ -21,10 +21,11 @@ class StandIn:
 
     def __init__(self, *, step=0.001, accepted=(), fault=None, counters=True, model="M", key="",
                  style="vllm", other_template=False, ids=True, usage=True, started=None, other_text=(),
-                 length=4, cards=None, version=None):  # fmt: skip
+                 length=4, cards=None, version=None, looping=()):  # fmt: skip
         self.step, self.accepted, self.fault = step, list(accepted), fault or (lambda *_: None)
         self.has_counters, self.key, self.style = counters, key, style
         self.other_template, self.gives_ids, self.other_text = other_template, ids, set(other_text)
+        self.looping = looping  # last ids of prompts whose answers repeat a token
         self.bodies, self.num_now, self.most_at_once = [], 0, 0
         self.gives_usage, self.started = usage, started
         self.states = None  # a FakeServer
@@ -38,8 +39,10 @@ class StandIn:
         return started + self.counted()
 
     def counted(self):
-        if not self.has_counters or not self.accepted or self.style == "llama-server":
+        if not self.has_counters or self.style == "llama-server":
             return "# none\n"
+        if not self.accepted:
+            return f"{self.style}:num_requests_running 0\n"
         if self.style == "sglang":
             lines = [f'sglang:spec_verify_calls_total{{model_name="m"}} {self.rounds}']
             lines += [f'sglang:generation_tokens_total{{is_streaming="true"}} {self.tokens}']
@@ -112,6 +115,8 @@ class StandIn:
         """An answer, which depends on the question alone."""
         source = int(hashlib.sha256(json.dumps(asked.get("messages") or asked["prompt"]).encode()).hexdigest()[:8], 16)
         new = [3 + (source + i * i) % 50 for i in range(asked["max_tokens"])]
+        if not asked.get("messages") and asked["prompt"][-1] in self.looping:
+            new = new[:1] * len(new)
         if source % 1000 in self.other_text or -1 in self.other_text:
             new[1] = 2
         return new

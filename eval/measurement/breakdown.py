@@ -135,13 +135,16 @@ def asked_as_trained(training: RecordedTraining | None, prompts: Sequence[Sequen
 
 
 def learnt_share(training: RecordedTraining | None, suite: Suite, target: Target) -> float | None:
-    """The share of first prompts that are prompts of the head's training rows, or of those of the heads that it started
+    """`learnt_among` of a suite's first prompts."""
+    pairs = zip(suite.prompts, suite.sources, strict=True)
+    return learnt_among(training, (target.tokenizer.decode(prompt) for prompt, source in pairs if source.turn == 1))
+
+
+def learnt_among(training: RecordedTraining | None, prompts: Iterable[str]) -> float | None:
+    """The share of prompts that are prompts of the head's training rows, or of those of the heads that it started
     from, estimated where only some of these were recorded; None if none were."""
     recorded = [] if training is None else [part for part in (training.prompts, training.earlier_prompts) if part]
-    if not recorded:
-        return None
-    pairs = zip(suite.prompts, suite.sources, strict=True)
-    asked = [prompt_hash(target.tokenizer.decode(prompt)) for prompt, source in pairs if source.turn == 1]
+    asked = [prompt_hash(prompt) for prompt in prompts] if recorded else []
     if not asked:
         return None
     shares = []

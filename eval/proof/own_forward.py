@@ -66,10 +66,12 @@ def own_step_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -
     return torch.cat(generated.logits).to(target.device)
 
 
-def rounding(target: Target, logits: Tensor) -> Tensor:
-    """logits [n, V] -> [n] how far apart two of them may be and still be equal up to rounding."""
+def rounding(target: Target, logits: Tensor, *, is_narrow: bool = False) -> Tensor:
+    """logits [n, V] -> [n] how far apart two of them may be and still be equal up to rounding.
+
+    Args: is_narrow: the text was written in 16 bits, whatever the target is held in here."""
     allowed = logits.masked_fill(logits < LEAST_LOGIT, 0)
-    if all(parameter.dtype.itemsize >= 4 for parameter in target.model.parameters()):
+    if not is_narrow and all(parameter.dtype.itemsize >= 4 for parameter in target.model.parameters()):
         return FULL_PRECISION * allowed.std(-1)
     return HALF_PRECISION * allowed.abs().amax(-1)
 
@@ -81,11 +83,17 @@ def below_best(logits: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def are_chosen(
-    target: Target, logits: Tensor, new: Sequence[int], baseline: Sequence[int], noise: NoiseOfText | None
+    target: Target,
+    logits: Tensor,
+    new: Sequence[int],
+    baseline: Sequence[int],
+    noise: NoiseOfText | None,
+    *,
+    is_narrow: bool = False,
 ) -> Tensor:
     """[n] whether the new tokens are what is chosen from the logits up to rounding, and where the two texts part, the
-    baseline's token too. Args: noise: what sampled the text; None: greedy."""
-    allowed = rounding(target, logits)
+    baseline's token too. Args: noise: what sampled the text; None: greedy. is_narrow: as of `rounding`."""
+    allowed = rounding(target, logits, is_narrow=is_narrow)
     at = next((i for i, (token, other) in enumerate(zip(new, baseline, strict=False)) if token != other), None)
 
     def fit(tokens: Sequence[int]) -> Tensor:
@@ -107,6 +115,7 @@ def first_not_own(
     *,
     baseline: Sequence[int] = (),
     noise: NoiseOfText | None = None,
+    is_narrow: bool = False,
 ) -> int | None:
     """The index of the first new token that is not the model's own choice up to rounding; None: all are.
 
@@ -118,9 +127,10 @@ def first_not_own(
         logits: `own_logits` of this text, if they are known.
         baseline: another text behind this prompt; where it parts from `new`, its token must be such a choice too.
         noise: what sampled the text; None: it is greedy.
+        is_narrow: as of `rounding`.
     """
     logits = own_logits(target, prompt, new) if logits is None else logits
-    own = are_chosen(target, logits, new, baseline, noise)
+    own = are_chosen(target, logits, new, baseline, noise, is_narrow=is_narrow)
     if not bool(own.all()):
-        own |= are_chosen(target, own_step_logits(target, prompt, new), new, baseline, noise)
+        own |= are_chosen(target, own_step_logits(target, prompt, new), new, baseline, noise, is_narrow=is_narrow)
     return next(iter((~own).nonzero()[:, 0].tolist()), None)

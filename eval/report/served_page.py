@@ -20,13 +20,14 @@ from ...engines.servers.registry import SERVER_ENGINES
 from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
-from ..served.served_result import DRAFTS_TOO, ServedResult, lower_end_among
+from ..served.load import ARRIVING
+from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
 from .page import page_template
 from .results.document import SCHEMA_VERSION, short_name
 from .results.drafter_words import served_words
-from .results.one_result import grouped, number, ratio_words
+from .results.one_result import grouped, learnt_text, number, ratio_words
 from .sections import Figure, Section
 
 FEW_QUESTIONS = 8  # of fewer, figures over blocks of time say little
@@ -71,9 +72,10 @@ def sentences(results: Sequence[ServedResult]) -> list[str]:
     for drafter, same in grouped(results, lambda result: result.drafter).items():
         title = SERVER_ENGINES[same[0].engine].title
         beside = "" if same[0].is_beside_none else f", beside {served_words(same[0].baseline_drafter)}"
+        told = "; ".join(verdict(result, len(results)) for result in same)
         if any(doubt.startswith(DRAFTS_TOO) for result in same for doubt in result.doubts):
             beside = ", beside a server that drafts too"
-        found.append(f"{title} with {served_words(drafter)}{beside}: {'; '.join(map(verdict, same))}.")
+        found.append(f"{title} with {served_words(drafter)}{beside}: {told}.")
     return found
 
 
@@ -82,7 +84,7 @@ def measured_schedule(results: Sequence[ServedResult]) -> list[list[int]]:
     the next one; K is 0 where no interval proves a gain. Of the drafter with the best figure: a server has one."""
     known = [result for result in results if len(result.order) >= 2 * LEAST_TIMED or result.load.is_single]
     closed = [result for result in known if result.load.rate is None and result.num_draft_tokens]
-    proved = [one for one in closed if one.pays and one.is_right and lower_end_among(one, len(closed)) > 1]
+    proved = deployable(closed)
     if not proved:
         return []
     best = max(proved, key=lambda result: result.speedup or 0.0).drafter.partition(" at K ")[0]
@@ -109,16 +111,24 @@ def schedule_line(results: Sequence[ServedResult]) -> str:
     return f"vLLM, in --speculative-config: {json.dumps(keys)[1:-1]}"
 
 
-def verdict(result: ServedResult) -> str:
-    """Says in words what was found under one load."""
+def verdict(result: ServedResult, num_results: int) -> str:
+    """Says in words what was found under one load, as one of so many results."""
     low, high = result.speedup_ci95
+    sides = ("baseline", result.baseline), ("with drafts", result.drafted)
+    if late := " and ".join(name for name, side in sides if not side.keeps_up):
+        return f"{result.load.name}: the server cannot keep this rate ({late}), so its times are those of a queue"
     if result.speedup is None:
         return f"{result.load.name}: nothing was measured"
     if low is None or high is None:
         return f"{result.load.name}: {result.speedup:.2f} times as fast, too few answers for an interval"
     figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
     off = ", leave drafts off" if result.is_beside_none else ", slower"
-    advice = "" if low > 1 else off if high < 1 else ", so no difference is proved"
+    among = f" among {num_results} results" if low > 1 else ""
+    is_proved = lower_end_among(result, num_results) > 1
+    advice = "" if is_proved else off if high < 1 else f", so no difference is proved{among}"
+    advice = (
+        ", but only by texts that loop: do not deploy on this alone" if low > 1 and result.rests_on_loops else advice
+    )
     wrong = result.texts.num_wrong if result.texts else 0
     advice = f", but {wrong} texts are not the target's own: do not deploy" if wrong else advice
     advice = ", but more questions fail with drafts: do not deploy" if result.loses_answers else advice
@@ -139,7 +149,7 @@ def render_served(report: ServedReport, command: str) -> str:
         target=short_name(report.target),
         environment=report.environment,
         sentences=sentences(results),
-        pays=any(result.pays and result.is_right for result in results),
+        pays=bool(deployable(results)),
         schedule=schedule_line(results),
         cautions=cautions(results),
         sections=[load_section(results), latency_section(results), client_section(results)],
@@ -231,21 +241,42 @@ def unproved_words(texts: TextCheck) -> str:
     return f"{num} were not held against the target"
 
 
-def cautions(results: Sequence[ServedResult]) -> list[str]:
-    """What a reader must know beside the figures."""
+def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]:
+    """What a reader must know beside the figures. Args: drafter: of one alone; empty: of all."""
     found = []
+    best = max(deployable(results), key=lambda one: one.speedup_ci95[0] or 0.0, default=None)
     for result in results:
+        if drafter and result.drafter != drafter:
+            continue
         where = f"{served_words(result.drafter)}, {result.load.name}"
+        if result is best and len(results) > 1:
+            low = f"with that allowed for, its lower end is {lower_end_among(best, len(results)):.2f}"
+            found.append(f"{where}: it is the best of {len(results)} results: {low}")
         if result.prompts.other:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
             found.append(f"{where}: {others} are other ids in the server than by the target's template here")
-        found += [f"{where}: {doubt}" for doubt in result.doubts]
+        if result.prompts.unknown:
+            found.append(
+                f"{result.prompts.unknown} prompts: no ids of the server's or of ours to tell if they are alike"
+            )
+        found += [f"{where}: {told}" for told in filter(None, [*result.doubts, learnt_text(result.learnt)])]
+        most = max(result.baseline.most_in_flight, result.drafted.most_in_flight)
+        if result.load.rate is not None and f"-np {ARRIVING} " in result.commands[0] and most > ARRIVING:
+            found.append(f"{where}: {most} questions were in flight, of which {ARRIVING} have a slot; the others wait")
         if result.num_questions < FEW_QUESTIONS:
             found.append(f"{where}: only {result.num_questions} different questions, which says little of others")
         if result.engine == "openai":
             found.append(f"{where}: every block asks the same prompts; a prefix cache that the server has knows them")
         if result.is_flattered:
             found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
+        if result.drafter.startswith(ITS_OWN):
+            found.append(
+                f"{where}: if it looks up earlier answers, these figures flatter: it has answered these prompts"
+            )
+        if (left := result.repetition.without_loops) is not None:
+            loops = f"{result.repetition.num_looping} of {len(result.repetition.texts)} texts repeat more than half of"
+            ratio = ratio_words(left.speedup, left.speedup_ci95)
+            found.append(f"{where}: {loops} their 4-grams; the speedup of the others is {ratio}")
         if result.acceptance is None:
             why = "it does not draft, or does not show /metrics"
             found.append(f"{where}: the server counts no drafts ({why}), so the acceptance is not known")

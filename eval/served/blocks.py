@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,10 +17,11 @@ from ...engines.servers.address import Address
 from ...engines.servers.counters import Counters, samples, started_in
 from ...engines.servers.engine import ServerEngine
 from ...engines.servers.process import ServerProcess
+from ...engines.servers.registry import engine_at
 from ...targets.target import Target
 from ..measurement.resume import BatchStore
 from ..suites.prompts import FailedPrompt
-from .figures import Record, Slo, record_of, side_figures, speedup
+from .figures import Record, Slo, record_of, repetition, side_figures, speedup
 from .load import Asker, Load, run_block, warm_up
 from .questions import Question, origins_of
 from .served_result import DRAFTS_TOO, WITHOUT, ServedResult, ServerAcceptance
@@ -59,7 +60,8 @@ class ServedDrafts:
 @dataclass(frozen=True)
 class ServedConfig:
     """settings: of every question, as the API has them. num_repeats: pairs of blocks. patience: seconds without a byte
-    after which a question has failed. at_once: both servers are up together."""
+    after which a question has failed. at_once: both servers are up together. seed: of arrivals alone: sampled
+    answers are others in every block, and vLLM draws a question with a seed by itself, slower than those without."""
 
     loads: Sequence[Load]
     max_new_tokens: int = 128
@@ -76,7 +78,7 @@ class ServedConfig:
         return [side for repeat in range(self.num_repeats) for side in ((A, B) if repeat % 2 == 0 else (B, A))]
 
     def asked_settings(self) -> dict[str, Any]:
-        told = {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed, **self.settings}
+        told = {"max_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
         return {**told, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -175,6 +177,7 @@ def measured_block(
     counted = told if before is None or after is None else after - before
     prompts = {str(one.number): one.answer.prompt_ids for one in block.asked if one.answer}
     known = {"counters": counted and asdict(counted), "prompts": prompts}
+    known["server"] = {"engine": engine_at(asker.address).name, **asdict(asker.address.facts())}
     return {**record_of(block), **known, "started": started(asker), "model": asker.address.model}
 
 
@@ -194,9 +197,16 @@ def result_of(
     *,
     load_target: Callable[[], Target | None],
 ) -> ServedResult:
-    ratio, ends = speedup(load, baseline, drafted, origins_of(questions))
-    prompts = {int(number): ids for record in [*baseline, *drafted] for number, ids in record["prompts"].items()}
-    is_greedy = config.temperature == 0
+    origins = origins_of(questions)
+    ratio, ends = speedup(load, baseline, drafted, origins)
+    plain, ours = prompts_in(baseline), prompts_in(drafted)
+    sides = [side_figures(records, load, config.slo) for records in (baseline, drafted)]
+    if not all(side.keeps_up for side in sides):
+        ratio, ends = None, (None, None)  # of queues, which are as long as the block was
+    texts = None
+    if config.temperature == 0:
+        is_narrow = not all("--dtype float32" in side.words.replace("=", " ") for side in drafts.sides)
+        texts = check_texts(questions, baseline, drafted, {**plain, **ours}, load_target, is_narrow=is_narrow)
     return ServedResult(
         engine=engine.name,
         drafter=drafts.drafter,
@@ -209,17 +219,36 @@ def result_of(
         at_once=config.at_once,
         speedup=ratio,
         speedup_ci95=ends,
-        baseline=side_figures(baseline, load, config.slo),
-        drafted=side_figures(drafted, load, config.slo),
+        baseline=sides[A],
+        drafted=sides[B],
         acceptance=acceptance_of(drafted),
-        prompts=PromptCheck.of(questions, prompts),
-        texts=check_texts(questions, baseline, drafted, prompts, load_target) if is_greedy else None,
+        prompts=PromptCheck.of(questions, {**plain, **ours}),
+        texts=texts,
         failed=failed_in(questions, [*baseline, *drafted]),
         slo=config.slo,
         commands=[side.words for side in drafts.sides],
         baseline_drafter=drafts.baseline,
-        doubts=doubts(drafts, baseline, drafted),
+        doubts=[*doubts(drafts, baseline, drafted), *other_prompts(questions, plain, ours)],
+        models=[records[-1]["model"] for records in (baseline, drafted)],
+        repetition=repetition(load, baseline, drafted, origins),
     )
+
+
+def prompts_in(records: Sequence[Record]) -> dict[int, list[int] | None]:
+    """By question: the ids of its prompt, as the server read it; None: it does not say."""
+    told = [(int(number), ids) for record in records for number, ids in record["prompts"].items()]
+    return {**dict.fromkeys(number for number, _ in told), **{number: ids for number, ids in told if ids}}
+
+
+def other_prompts(
+    questions: Sequence[Question], plain: Mapping[int, list[int] | None], ours: Mapping[int, list[int] | None]
+) -> list[str]:
+    """The doubt that the two servers read other prompts, if they do."""
+    other = [number for number, ids in ours.items() if ids and plain.get(number) not in (None, ids)]
+    if not other:
+        return []
+    what = f"{len(other)} prompts ({questions[min(other)].row} first) are other ids in the two servers"
+    return [f"{what}: they have other chat templates or settings, so the speedup is between different work"]
 
 
 def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[Record]) -> list[str]:
@@ -236,6 +265,10 @@ def doubts(drafts: ServedDrafts, baseline: Sequence[Record], drafted: Sequence[R
     models = [sorted({record["model"] for record in side}) for side in (baseline, drafted)]
     if models[A] != models[B]:
         found.append(f"the servers name their models differently: {', '.join(models[A])} and {', '.join(models[B])}")
+    before, behind = baseline[-1]["server"], drafted[-1]["server"]
+    for fact, what in (("engine", "engines"), ("version", "versions"), ("max_model_len", "longest contexts")):
+        if None not in (both := (before[fact], behind[fact])) and both[0] != both[1]:
+            found.append(f"the servers have other {what}: {both[0]} and {both[1]}")
     for side, records in zip(drafts.sides, (baseline, drafted), strict=True):
         if len({record["started"] for record in records}) > 1:
             found.append(f"{side.words} was started anew meanwhile: if it drafts otherwise, measure into a new folder")
@@ -279,6 +312,7 @@ def key_of(
         asdict(load),
         config.asked_settings(),
         config.num_repeats,
+        config.seed,
         config.at_once,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

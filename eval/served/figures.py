@@ -1,16 +1,23 @@
 """The figures of a load, from the records of its blocks; docs/reference/report_schema.md defines them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from statistics import fmean
 from typing import Any
 
 from ...base.errors import BadInput
 from ..figures.metrics import Ends, rounded, speedup_of
+from ..figures.repetition import Repetition, WithoutLoops, text_repetition
 from .load import Asked, AskedBlock, Load
 
 Record = dict[str, Any]
+# Times as long per token, at a rate, as an answer to a late arrival may take against one to an early one. A server that
+# keeps the rate is slower than at its start by what its batch costs, mostly less than that; in a queue times grow for
+# as long as questions arrive. Drafts that save time save 1.1 to 3 times, so a queue that doubles them hides all of it.
+MOST_SLOWING = 2.0
+FEWEST_EARLY = 8  # answers by which that is judged
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,12 @@ class SideFigures:
     client_late_ms: Percentiles
     client_cpu: float
     failures: list[str] = field(default_factory=list)
+    slowing: float | None = None  # at a rate: as of MOST_SLOWING
+    most_in_flight: int = 0  # questions at once
+
+    @property
+    def keeps_up(self) -> bool:
+        return self.slowing is None or self.slowing <= MOST_SLOWING
 
 
 def record_of(block: AskedBlock) -> Record:
@@ -137,15 +150,21 @@ def answers_in(record: Record) -> list[Answered]:
 
 def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> SideFigures:
     """The figures of one side, from its blocks."""
-    answers = [answer for record in records for answer in answers_in(record)]
-    # those that ended beside fewer others than the load says are not of this load
-    ends = [record["full"] + 1e-9 for record in records for _ in record["answers"]]
-    within = [answer for answer, end in zip(answers, ends, strict=True) if answer.sent + answer.whole <= end] or answers
+    together = 0 if load.is_single or load.rate is not None else load.concurrency
+
+    def told(first: int = 0, *, ended: bool = False) -> list[Answered]:
+        """All answers of each block from one on, or those that ended while the load was full."""
+        listed = [(answer, record["full"] + 1e-9) for record in records for answer in answers_in(record)[first:]]
+        return [answer for answer, end in listed if not ended or answer.sent + answer.whole <= end]
+
+    answers = told()
+    within = told(ended=True) or answers  # beside fewer others than the load says they are not of this load
+    later, settled = told(together) or answers, told(together, ended=True) or within  # places start in one prefill
     seconds = sum(record["full"] for record in records)
     # at a rate all answers are those of the arrivals, however long the last ones take
     counted = seconds if load.rate is None else sum(record["arriving"] for record in records)
     failures = [failure for record in records for failure in record["failures"]]
-    good = [answer for answer in within if slo is not None and slo.holds(answer)]
+    good = fmean(slo is not None and slo.holds(answer) for answer in settled) * len(within)
     lags = [lag for record in records for lag in record["lags"]]
     padded = [0.0] * (sum(record["num_lags"] for record in records) - len(lags))
     return SideFigures(
@@ -156,13 +175,31 @@ def side_figures(records: Sequence[Record], load: Load, slo: Slo | None) -> Side
         user_tokens_per_second=rounded(
             sum(answer.num_tokens for answer in within) / sum(answer.whole for answer in within) if within else None, 2
         ),
-        ttft_ms=Percentiles.of([answer.wait for answer in answers]),
-        tpot_ms=Percentiles.of([per for answer in within if (per := answer.per_token) is not None]),
-        goodput=None if slo is None or not counted else round(len(good) / counted, 4),
+        ttft_ms=Percentiles.of([answer.wait for answer in later]),
+        tpot_ms=Percentiles.of([per for answer in settled if (per := answer.per_token) is not None]),
+        goodput=None if slo is None or not counted else round(good / counted, 4),
         client_late_ms=Percentiles.of([*padded, *lags, *(late for record in records for late in record["late"])]),
         client_cpu=round(max(record["cpu"] for record in records), 3),
         failures=failures[:20],
+        slowing=None if load.rate is None else rounded(slowing(records), 2),
+        most_in_flight=max(map(most_in_flight, records)),
     )
+
+
+def most_in_flight(record: Record) -> int:
+    moves = [move for one in answers_in(record) for move in ((one.sent, 1), (one.sent + one.whole, -1))]
+    return max(accumulate(step for _, step in sorted(moves)), default=0)
+
+
+def slowing(records: Sequence[Record]) -> float | None:
+    """Seconds per token of the answers to the last quarter of a block's arrivals, over those to the first; None: they
+    are too few, as drafts are accepted otherwise in each."""
+    early, late = list[Answered](), list[Answered]()
+    for record in records:
+        answers = answers_in(record)
+        early += answers[: len(answers) // 4]
+        late += answers[len(answers) - len(answers) // 4 :]
+    return seconds_per_token(late) / seconds_per_token(early) if len(early) >= FEWEST_EARLY else None
 
 
 def speedup(
@@ -181,6 +218,32 @@ def speedup(
         _, over_blocks = speedup_of(pairs_of_blocks(per_token, baseline, drafted))
         return ratio, widened(ends, over_blocks)
     return speedup_of(pairs_of_blocks(machine_seconds if load.rate is None else per_token, baseline, drafted))
+
+
+def repetition(
+    load: Load, baseline: Sequence[Record], drafted: Sequence[Record], origins: Sequence[Hashable]
+) -> Repetition:
+    """How much the texts without drafts repeat themselves (by words where there are no ids), and the speedup of the
+    questions whose texts do not loop: at every load of seconds per token, as a machine's tokens are those of all."""
+    texts = dict[int, list[Any]]()
+    for record in baseline:
+        for number, told in record["texts"].items():
+            texts.setdefault(int(number), []).extend(ids or text.split() for ids, text in told)
+    found = [text_repetition(number, same) for number, same in sorted(texts.items())]
+    looping = {one.prompt for one in found if one.is_looping}
+    if not looping:
+        return Repetition(found)
+    left = [[without(record, looping) for record in side] for side in (baseline, drafted)]
+    pairs = pairs_of_blocks(per_token, *left)
+    figures = speedup(load, *left, origins) if load.is_single else speedup_of(pairs)
+    num_timed = len(by_origin(*left, origins)) if load.is_single else len(pairs)
+    return Repetition(found, WithoutLoops(num_timed, None, *figures))
+
+
+def without(record: Record, numbers: Collection[int]) -> Record:
+    """A block's answers to all but these questions."""
+    answers = [entry for entry in record["answers"] if entry[0] not in numbers]
+    return {**record, "answers": answers, "tokens": sum(entry[-1] for entry in answers)}
 
 
 def pairs_of_blocks(
@@ -229,5 +292,8 @@ def machine_seconds(record: Record) -> float:
 
 
 def per_token(record: Record) -> float:
-    answers = answers_in(record)
+    return seconds_per_token(answers_in(record))
+
+
+def seconds_per_token(answers: Sequence[Answered]) -> float:
     return sum(answer.whole for answer in answers) / sum(answer.num_tokens for answer in answers)

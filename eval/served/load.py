@@ -16,6 +16,7 @@ from .questions import Question
 NUM_ATTEMPTS = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds before a question is repeated
 BEAT = 0.02  # seconds between two looks at how late our own event loop is
+ARRIVING = 16  # questions at once for which a server of ours has room where they arrive at a rate, if it has to be told
 ROUNDS_OF_ALL = 4  # questions of a block at least, per place in flight: the last ones run beside fewer others
 
 
@@ -160,6 +161,7 @@ async def run_block(asker: Asker, questions: Sequence[Question], load: Load, *, 
 
     async def arriving() -> None:
         source, at, running = random.Random(seed), 0.0, list[Any]()
+        source.shuffle(numbers)  # so that the last arrivals differ from the first by the server's state alone
         for index in range(len(numbers)):
             at += source.expovariate(load.rate or 1.0)
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - start)))

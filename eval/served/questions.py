@@ -1,7 +1,7 @@
 """What servers are asked: rows of prompt files, passed on as they are, and the ids that our template makes of them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,21 @@ def origins_of(questions: Sequence[Question]) -> list[str]:
 
 @dataclass(frozen=True)
 class Questions:
-    """All rows of some files. num_turns_left: further questions of their chats, which are not asked."""
+    """All rows of some files. num_turns_left: further questions of their chats, which are not asked. tokenizer: the
+    target's; None: there is none here."""
 
     asked: Sequence[Question]
     num_turns_left: int = 0
+    tokenizer: Any = None
+
+    def texts(self) -> Iterator[str]:
+        """The first question of each row, as far as its ids are known."""
+        first = [one for one in self.asked if one.row.partition(TURN)[2] in ("", "1")]
+        return (self.tokenizer.decode(one.ids) for one in first if self.tokenizer is not None and one.ids)
 
     @classmethod
     def read(cls, paths: Sequence[str], tokenizer: Any, *, limit: int | None, chat: ChatOptions) -> "Questions":
-        """Args: tokenizer: the target's; None: there is none here. limit: rows of each file. Raises BadInput."""
+        """Args: limit: rows of each file. Raises BadInput."""
         asked, left = list[Question](), 0
         for path in paths:
             rows = [(f"{Path(path).name}:{line}", row) for line, row in iter_jsonl(path)][:limit]
@@ -56,7 +63,7 @@ class Questions:
                 raise BadInput(f"{path}: no row is in the file")
             asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
             left += sum(turns_left(row, chat) for _, row in rows)
-        return cls(asked, left)
+        return cls(asked, left, tokenizer)
 
 
 def turns_left(row: Mapping[str, Any], chat: ChatOptions) -> int:

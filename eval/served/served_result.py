@@ -1,16 +1,20 @@
 """What a measurement in servers gives: the typed entries of report.json's `served`, as report_schema.md has them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
 from ...engines.servers.registry import SERVER_ENGINES
-from ..figures.metrics import Ends
+from ..figures.metrics import LEAST_TIMED, Ends
+from ..figures.repetition import Repetition
 from ..suites.prompts import FailedPrompt
 from .figures import SideFigures, Slo
 from .load import Load
 from .text_check import PromptCheck, TextCheck
 
 WITHOUT = "without drafts"  # of a baseline
+ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
+REMEMBERING = "suffix"  # look-ups that keep earlier answers in every engine that has them
 DRAFTS_TOO = "the server without drafts drafts too"  # the beginning of such a doubt
 
 
@@ -53,12 +57,15 @@ class ServedResult:
     commands: list[str] = field(default_factory=list)  # of both servers, or their addresses
     baseline_drafter: str = WITHOUT  # what the baseline drafts with instead
     doubts: list[str] = field(default_factory=list)  # whether the two servers differ by their drafts alone
+    models: list[str] = field(default_factory=list)  # by whose names both servers were asked
+    learnt: float | None = None  # share of the questions that the head was trained on; None: not known
+    repetition: Repetition = field(default_factory=Repetition)  # of the texts without drafts
 
     @property
     def is_flattered(self) -> bool:
         """Whether its look-ups found earlier answers to these very prompts."""
         looks_up = self.drafter.startswith("ngram") or LOOKUP_SUFFIX in self.drafter
-        return looks_up and SERVER_ENGINES[self.engine].remembers
+        return self.drafter.startswith(REMEMBERING) or looks_up and SERVER_ENGINES[self.engine].remembers
 
     @property
     def is_beside_none(self) -> bool:
@@ -71,6 +78,12 @@ class ServedResult:
         return low is not None and low > 1
 
     @property
+    def rests_on_loops(self) -> bool:
+        """Whether it is not proved to be faster on the questions whose texts do not loop."""
+        left = self.repetition.without_loops
+        return left is not None and (left.speedup_ci95[0] or 0.0) <= 1
+
+    @property
     def loses_answers(self) -> bool:
         """Whether more questions fail with drafts than without."""
         return self.drafted.num_failed > self.baseline.num_failed
@@ -81,15 +94,24 @@ class ServedResult:
         return not self.loses_answers and not (self.texts and self.texts.num_wrong)
 
 
+def deployable(results: Sequence[ServedResult]) -> list[ServedResult]:
+    """Those with a gain proved among so many, without texts that loop, wrong texts and remembered answers."""
+    proved = [one for one in results if lower_end_among(one, len(results)) > 1]
+    return [one for one in proved if one.is_right and not (one.is_flattered or one.rests_on_loops)]
+
+
 def lower_end_among(result: ServedResult, num_results: int) -> float:
     """The lower end of its interval, where it was chosen for that end among so many results: each then has to hold in
-    all but a share 0.05 / num_results (Bonferroni), by t over the pairs of blocks, or over the questions where these
-    are asked one at a time and are more. 0 if it has no interval."""
+    all but a share 0.05 / num_results (Bonferroni), by t over the pairs of blocks; over the questions where these are
+    asked one at a time and are fewer, or the pairs too few for an interval. 0 if it has no interval."""
     from scipy.special import stdtrit
 
     low = result.speedup_ci95[0]
     if low is None or not result.speedup:
         return 0.0
-    freedom = max(len(result.order) / 2 - 1, result.num_questions - 1 if result.load.is_single else 1.0)
+    pairs = len(result.order) // 2
+    counts = [pairs] * (pairs >= LEAST_TIMED or not result.load.is_single)
+    counts += [result.num_questions] * result.load.is_single
+    freedom = max(1, min(counts) - 1)
     wider = float(stdtrit(freedom, 1 - 0.025 / num_results) / stdtrit(freedom, 0.975))
     return result.speedup * (low / result.speedup) ** wider

@@ -9,8 +9,7 @@ from ..proof.own_forward import first_not_own
 from .figures import Record
 from .questions import Question
 
-OTHER = 0.25  # share of texts without drafts that rounding may leave unproved, at most
-FEWEST_HELD = 4  # of them, of which that can be said
+OTHER = 0.25  # share of texts without drafts that rounding may leave unproved, at most; of fewer than four none may
 MOST_PROVED = 40  # texts that differ, held against our forward; each takes a forward over its whole length
 Told = tuple[list[int] | None, str]  # a text as its ids, where the server gives them, and as characters
 
@@ -67,14 +66,18 @@ def check_texts(
     drafted: Sequence[Record],
     prompts: Mapping[int, list[int] | None],
     load_target: Callable[[], Target | None],
+    *,
+    is_narrow: bool = True,
 ) -> TextCheck:
     """Args: prompts: by question, the ids that the server read, where it gives them. load_target: called where a text
-    differs; None: it cannot be loaded here."""
+    differs; None: it cannot be loaded here. is_narrow: the server may compute in 16 bits, as most do."""
     plain, whole, by_ids, not_proved, num_held, num_other = texts_in(baseline), LosslessReport(), 0, 0, 0, 0
     for number, told in ((number, told) for number, texts in texts_in(drafted).items() for told in texts):
         if number not in plain:
             continue
-        (ids, text), (other_ids, other_text) = told, told if told in plain[number] else plain[number][0]
+        ids, text = told
+        equal = (one for one in plain[number] if one == told or (ids is not None and one[0] == ids))
+        other_ids, other_text = next(equal, plain[number][0])
         known, prompt = ids is not None and other_ids is not None, prompts.get(number) or questions[number].ids
         ours, theirs = (ids, other_ids) if known else (list(text.encode()), list(other_text.encode()))
         assert ours is not None and theirs is not None
@@ -85,11 +88,11 @@ def check_texts(
             target = load_target() if is_held else None
             if target is not None and prompt:
                 num_held += 1
-                if first_not_own(target, prompt, theirs) is None:
-                    unproved = first_not_own(target, prompt, ours, baseline=theirs)
+                if first_not_own(target, prompt, theirs, is_narrow=is_narrow) is None:
+                    unproved = first_not_own(target, prompt, ours, baseline=theirs, is_narrow=is_narrow)
                 else:  # there is nothing to hold the other text against
                     num_other, target = num_other + 1, None
             not_proved += target is None
         whole += compare_texts([theirs], [ours], lambda unproved=unproved: [unproved], numbers=[number])
-    is_other = num_held >= FEWEST_HELD and num_other > OTHER * num_held
+    is_other = num_other > OTHER * num_held
     return TextCheck(whole, by_ids, whole.unexplained if is_other else not_proved, is_other)

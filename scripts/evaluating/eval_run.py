@@ -98,8 +98,7 @@ class WantedSuites:
         if not any(suite.prompts or suite.scripts for suite in suites):
             raise NoUsablePrompt(suites[0])
         template = target.tokenizer.chat_template or ""
-        if self.chat.thinking is not None and "enable_thinking" not in str(template):
-            warn("the target's chat template does not read enable_thinking: --thinking changes nothing")
+        warn_of_thinking(self.chat, template)
         for suite in suites:
             if template and suite.questions and suite.template_hash is None:
                 warn(
@@ -107,6 +106,12 @@ class WantedSuites:
                     "chat, give `messages` or `turns`, which go through the target's chat template"
                 )
         return suites
+
+
+def warn_of_thinking(chat: ChatOptions, template: Any) -> None:
+    """Says that --thinking changes nothing, where the chat template does not read it."""
+    if chat.thinking is not None and "enable_thinking" not in str(template):
+        warn("the target's chat template does not read enable_thinking: --thinking changes nothing")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -12,21 +12,22 @@ from ...base.doing import doing
 from ...base.errors import BadInput
 from ...base.files import remove
 from ...base.owned import OwnedFolder
-from ...engines.export import export_head, serve_commands
+from ...engines.export import export_head, notes, serve_commands
 from ...engines.servers.address import Address
 from ...engines.servers.engine import DEFAULT_K, LONGEST_MATCH, ServerEngine
 from ...engines.servers.registry import SERVER_ENGINES, engine_at
 from ...engines.servers.setting import OURS, EngineSetting
 from ...eval.drafters.registry import check_window, parse_drafter
+from ...eval.measurement.breakdown import learnt_among
 from ...eval.measurement.resume import BatchStore
 from ...eval.proof.config import check_length
 from ...eval.report.results.drafter_words import served_words
 from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from ...eval.served.figures import Slo
-from ...eval.served.load import Load
+from ...eval.served.load import ARRIVING, Load
 from ...eval.served.questions import Questions
-from ...eval.served.served_result import WITHOUT, ServedResult
+from ...eval.served.served_result import ITS_OWN, WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
 from ...targets.loading import TargetConfig, default_device, load_tokenizer
@@ -34,14 +35,12 @@ from ...targets.target import Target
 from ...targets.weights.served_adapter import ServedAdapter
 from ...targets.weights.stored import fingerprint_of_stored, stored_tensors
 from .engine_options import MOST_ROWS, engine_of
-from .eval_drafts import own_length
-from .eval_run import warn
+from .eval_drafts import own_length, recorded_training
+from .eval_run import warn, warn_of_thinking
 
 HEADS = "served_heads"  # the folder in the output for heads as the engine reads them
 UNKNOWN, HEADROOM = range(2048), 64  # a prompt whose ids are not known here, and what a template may add
-ARRIVING = 16  # questions at once for which there is room where they arrive at a rate
 LEAST_RATE = 0.001  # a question in a quarter of an hour
-ITS_OWN = "its own drafts"  # of a server that runs, where nothing names them
 
 
 @dataclass(frozen=True)
@@ -153,13 +152,27 @@ def measured_in(
     engine = wanted.served_by
     config, results = config_of(engine, wanted, asked), list[ServedResult]()
     longest = max(len(question.ids or UNKNOWN) for question in questions.asked) + asked.max_new_tokens + HEADROOM
-    for drafts in drafts_of(engine, wanted, asked, heads, longest=longest):
+    for number, drafts in enumerate(drafts_of(engine, wanted, asked, heads, longest=longest)):
         what = f"{engine.title}, {served_words(drafts.drafter)}: blocks of questions"
         with doing(what, len(config.loads) * len(config.order())) as tick:
-            results += measure_in_servers(
+            found = measure_in_servers(
                 engine, drafts, questions.asked, config, store=store, on_block=tick, load_target=loader(asked)
             )
+        learnt = learnt_by(own_length(asked.drafters[number])[0], questions) if asked.drafters else None
+        results += [replace(one, learnt=learnt) for one in found]
     return results
+
+
+def learnt_by(spec: str, questions: Questions) -> float | None:
+    """The share of the questions that the head of a drafter was trained on; None where that is not known."""
+    folder = Path(spec.partition(":")[2])
+    folder = folder / "final" if (folder / "final").is_dir() else folder
+    if not spec.startswith("head:") or not folder.is_dir():
+        return None
+    try:
+        return learnt_among(recorded_training(f"head:{folder}", spec), questions.texts())
+    except BadInput:  # no record of ours
+        return None
 
 
 def config_of(engine: ServerEngine, wanted: WantedServers, asked: WantedMeasurement) -> ServedConfig:
@@ -247,6 +260,10 @@ def drafting_words(
             raise BadInput(f"--draft-window {asked.window}: {engine.title} has none")
         return asked.target, *found
     head = export_head(argument, folder, to=engine.name, target=asked.target, window=asked.window)
+    if head.has_adapter:
+        raise BadInput(f"--head {argument}: drafts for the target with its adapter: start both servers on that target")
+    for note in notes(head):
+        warn(f"head {argument}: {note}")
     command = serve_commands(head, str(folder), to=engine.name, target=asked.target).get(engine.name)
     if command is None:
         raise BadInput(f"--head {argument}: {engine.title} does not serve it")
@@ -260,6 +277,8 @@ def questions_in(asked: WantedMeasurement) -> Questions:
     """Raises BadInput."""
     tokenizer = tokenizer_of(asked.target)
     questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
+    if tokenizer is not None:
+        warn_of_thinking(asked.chat, tokenizer.chat_template)
     if getattr(tokenizer, "chat_template", None) and any(one.is_plain_text for one in questions.asked):
         warn(
             "rows of `prompt` are continued as plain text; for answers as in a chat, give `messages` or `turns`, which "

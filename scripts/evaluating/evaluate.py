@@ -93,7 +93,7 @@ def evaluate(
     top_p: Annotated[float, DECODING(help="Sample within this share of probability; 1: all.")] = 1.0,
     stop: Annotated[list[str] | None, DECODING(help="A text that ends an answer. Repeatable.")] = None,
     accept: Annotated[str, DECODING(help="Which drafts are kept: exact, the lossless rule.")] = "exact",
-    seed: Annotated[int, DECODING(help="Seed of sampling.", min=0, max=LARGEST_SEED)] = 0,
+    seed: Annotated[int, DECODING(help="Seed of sampling; of servers, of the arrivals.", min=0, max=LARGEST_SEED)] = 0,
     batch_size: Annotated[
         list[int] | None, MEASURING(help="Rows at a time. Repeatable. [default: 1]", min=1, max=MOST_ROWS)
     ] = None,

@@ -167,9 +167,7 @@ def decide(run: AutoRun) -> Decision:
     if journal.report and server_of(run):
         decision, best = decide_served(journal.report, lookup=LOOKUP)
         if best is not None:
-            is_head = decision.drafter != LOOKUP
-            told = served_commands(run, best.num_draft_tokens, head) if is_head else best.commands[1:]
-            decision.commands.extend(told)
+            decision.commands.extend(served_commands(run, best.num_draft_tokens, head * (decision.drafter != LOOKUP)))
     elif journal.report:
         decision = decide_by_report(run, head)
         decision = decision if engine.is_ours else without_server(decision, journal.serving, engine.name)
@@ -263,11 +261,13 @@ def specification(result: Result, head: str, answers: str) -> str:
 
 
 def served_commands(run: AutoRun, length: int | None, head: str) -> list[str]:
-    """Command lines that serve the exported head with K drafts. Args: length: K."""
-    engine, adapter = run.settings.engine.name, run.settings.adapter
-    folder = read_folder(head, target=run.settings.target)
-    folder = windowed(folder, run.settings.draft_window, to=engine)
-    commands = commands_of_engine(engine, folder, str(run.folder / "served"), length)
+    """Command lines that serve the exported head, or look-ups without one, with K drafts. Args: length: K."""
+    engine, adapter, target = run.settings.engine.name, run.settings.adapter, run.settings.target
+    if head:
+        folder = windowed(read_folder(head, target=target), run.settings.draft_window, to=engine)
+        commands = commands_of_engine(engine, folder, str(run.folder / "served"), length)
+    else:
+        commands = how_to_serve(SERVED_LOOKUP, known(length), has_tree=False, target=target)
     *before, starts = commands or [""]
     commands = [*before, f"{starts} {run.settings.engine.args}".strip()]  # as it was measured
     return under_adapter([line for line in commands if line], adapter)

@@ -18,7 +18,7 @@ from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import cautions as served_cautions
 from ...eval.report.served_page import read_served, schedule_line, sentences
 from ...eval.served.load import Load
-from ...eval.served.served_result import ServedResult, lower_end_among
+from ...eval.served.served_result import ServedResult, deployable
 from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
 from .running.session import Session
@@ -158,21 +158,16 @@ def plan_served(
 def decide_served(report: str, *, lookup: str) -> tuple[Decision, ServedResult | None]:
     """Decides by what the server did, and the result to deploy. Args: lookup: the `drafter` of a decision for look-ups.
 
-    Of drafters with a proved gain at some load and no text that is not the target's own, it takes the one with the
-    highest lower end."""
+    Of those that are `deployable` at some load it takes the one with the highest lower end."""
     results = read_served(Path(report)).results
     said = sentences(results)
-    honest = [one for one in results if one.is_right and not one.is_flattered]
-    paying = [one for one in honest if lower_end_among(one, len(results)) > 1]
+    paying = deployable(results)
     if not paying:
         return Decision(False, NO_GAIN, said, [f"{line}." for line in served_cautions(results)]), None
     best = max(paying, key=lambda one: one.speedup_ci95[0] or 0.0)
     same = [one for one in results if one.drafter == best.drafter]
     cautions = [schedule] if (schedule := schedule_line(same)) else []
-    if len(results) > 1:
-        low = lower_end_among(best, len(results))
-        cautions.append(f"It is the best of {len(results)} results: with that allowed for, its lower end is {low:.2f}.")
-    cautions += [f"{line}." for line in served_cautions(same)]
+    cautions += [f"{line}." for line in served_cautions(results, drafter=best.drafter)]
     title, (name, _, length) = SERVER_ENGINES[best.engine].title, best.drafter.rpartition(" at K ")
     decision = Decision(
         deploy=True,

@@ -4,22 +4,26 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from headstart.base.errors import BadInput
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.engines.servers.setting import EngineSetting
+from headstart.eval.figures.recorded_training import LearntPrompts
 from headstart.eval.report.results.drafter_words import served_words
 from headstart.eval.report.served_page import measured_schedule
 from headstart.eval.served.load import Load
-from headstart.eval.suites.prompts import DEFAULT_CHAT
-from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of
+from headstart.eval.suites.prompts import DEFAULT_CHAT, ChatOptions
+from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of, questions_in
 from headstart.scripts.evaluating.evaluate import evaluate
+from headstart.targets.adapters import WEIGHTS
 from headstart.targets.target import Target
 from safetensors.torch import load_file, save_file
 from serving_stand_in import StandIn, listening
+from transformers import AutoTokenizer
 
 
 @pytest.fixture
@@ -49,6 +53,13 @@ def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, sav
     assert f"vLLM {said}" in page and "times as fast [" in page and "<svg" in page
     assert said in capsys.readouterr().out
     assert not (tmp_path / "out" / "measured.jsonl").exists()
+
+
+def test_thinking_that_the_template_does_not_read_is_said_of_servers_too(saved_target, tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}]}\n')
+    how: dict[str, Any] = {"prompts": [str(tmp_path / "chats.jsonl")], "max_new_tokens": 8}
+    questions_in(WantedMeasurement(target=str(saved_target), chat=ChatOptions(thinking=True), **how))
+    assert "does not read enable_thinking: --thinking changes nothing" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -87,6 +98,37 @@ def test_a_head_is_exported_and_served_at_every_k(in_vllm, saved_target, tmp_pat
     assert all(f'"num_speculative_tokens": {k}' in started for k in (2, 3, 5))
     assert '"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 8' in started
     assert not (tmp_path / "out" / "served_heads").exists()
+
+
+def test_prompts_and_a_target_that_a_head_was_not_made_for_are_said(in_vllm, rows, saved_target, tmp_path, capsys):
+    """Two of the six prompts are those of its training, and the served target has other weights."""
+    decode = AutoTokenizer.from_pretrained(saved_target).decode
+    learnt = LearntPrompts.of([decode([1, 5]), decode([1, 6])], num_rows=2)
+    weights = load_file(saved_target / "model.safetensors")
+    for moved in (0.0, 1.0):
+        target = shutil.copytree(saved_target, tmp_path / f"target{moved}")
+        save_file(
+            {name: one + moved for name, one in weights.items()},
+            target / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        head = build_head(head_class("eagle3").config_class(type="eagle3"), Target.load(target))
+        save_head(head, (run := tmp_path / f"run{moved}") / "final", training={"prompts": asdict(learnt)})
+        [result], page = in_vllm(head=[str(run)], overwrite=True)
+        assert result["learnt"] == pytest.approx(2 / 6, abs=1e-3)
+        assert "33% of the prompts are prompts that the head was trained on" in page
+        assert ("other weights than those that the head was trained on" in capsys.readouterr().err) == bool(moved)
+
+
+def test_a_head_that_adapts_its_target_is_not_measured_on_the_bare_one(in_vllm, saved_target, tmp_path):
+    """Medusa-2: its adapter is merged into the target that it drafts for."""
+    save_head(
+        build_head(head_class("medusa").config_class(type="medusa"), Target.load(saved_target)), tmp_path / "head"
+    )
+    for name in (WEIGHTS, "adapter_config.json"):
+        (tmp_path / "head" / name).touch()
+    with pytest.raises(BadInput, match="drafts for the target with its adapter"):
+        in_vllm(head=[str(tmp_path / "head")])
 
 
 @pytest.mark.parametrize("what", ["head", "head with a window", "draft-model", "baseline"])
@@ -148,6 +190,8 @@ def test_k_by_batch_size_is_what_was_proved_at_each_load():
             speedup_ci95=(0.95 * speedup if pays else 0.5 * speedup, 1.1 * speedup),
             pays=pays,
             is_right=True,
+            is_flattered=False,
+            rests_on_loops=False,
         )
         for (name, k), by_load in table.items()
         for size, (speedup, pays) in by_load.items()

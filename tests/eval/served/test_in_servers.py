@@ -21,19 +21,8 @@ from headstart.eval.served.figures import Slo, record_of, side_figures, speedup
 from headstart.eval.served.load import Asker, Load, run_block
 from headstart.eval.served.questions import CHAT, PLAIN, Question, origins_of
 from headstart.eval.served.served_result import DRAFTS_TOO
+from served_blocks import ONE, QUESTIONS, measured
 from serving_stand_in import StandIn, listening
-
-QUESTIONS = [Question(f"p.jsonl:{i}", PLAIN, {"prompt": [1, 5 + i]}, [1, 5 + i]) for i in range(6)]
-ONE = Load(1)
-
-
-def measured(
-    plain, drafting, tmp_path, *, engine="vllm", loads=(ONE,), questions=QUESTIONS, name="", **how
-) -> list[Any]:
-    config = ServedConfig(loads, max_new_tokens=12, num_repeats=2, **how)
-    with listening(plain) as first, listening(drafting) as second, BatchStore(tmp_path) as store:
-        drafts = ServedDrafts("head", 4, (ServedSide(first, name=name), ServedSide(second)))
-        return measure_in_servers(SERVER_ENGINES[engine], drafts, questions, config, store=store)
 
 
 @pytest.mark.timed
@@ -47,6 +36,7 @@ def test_figures_are_those_that_were_planted(tmp_path):
     assert one.drafted.ttft_ms.p50 == pytest.approx(8, abs=8) and one.drafted.tpot_ms.p50 == pytest.approx(
         32 / 11, rel=1.0
     )
+    assert one.models == ["M", "M"] and (one.drafted.most_in_flight, four.drafted.most_in_flight) == (1, 4)
     assert (one.order, one.prompts.same, one.prompts.other, one.texts.report.identical) == ("ABBA", 6, 0, 6)
     assert four.baseline.num_answers == 2 * 18 and plain.most_at_once == drafting.most_at_once == 4
     assert four.baseline.tokens_per_second == pytest.approx(4 / 0.009, rel=0.5)

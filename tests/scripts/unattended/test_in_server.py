@@ -12,10 +12,6 @@ from headstart.base.jsonl import read_jsonl
 from headstart.engines.servers import setting
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.report.served_page import ServedReport, read_served, write_served
-from headstart.eval.served.figures import Percentiles, SideFigures
-from headstart.eval.served.load import Load
-from headstart.eval.served.served_result import ServedResult
-from headstart.eval.served.text_check import LosslessReport, PromptCheck, TextCheck
 from headstart.scripts.unattended import auto as auto_module
 from headstart.scripts.unattended import in_server, target_server
 from headstart.scripts.unattended.in_server import (
@@ -29,6 +25,7 @@ from headstart.scripts.unattended.running.journal import Decision, ServerTrial, 
 from headstart.scripts.unattended.running.session import Stage
 from headstart.scripts.unattended_commands import asked_engine
 from headstart.targets.target import Target
+from served_blocks import SIDE, served
 from transformers import AutoTokenizer
 
 
@@ -55,6 +52,9 @@ def test_where_no_head_can_pay_look_ups_are_decided_on_in_the_server(auto, machi
     decision = found["decision"]
     assert decision["deploy"] and decision["drafter"] == "suffix" and decision["speedup"] > 1.5
     assert "Deploy look-ups, K 3, in vLLM" in said and '"method": "ngram"' in decision["commands"][0]
+    command = decision["commands"][0]
+    assert command.startswith("vllm serve ") and command.endswith(" --step 0.004"), "it is served with a prefix cache"
+    assert "prefix-caching" not in command
     page = (tmp_path / "auto" / "auto.html").read_text()
     assert "vLLM with look-ups, 3 drafts: 1 at a time:" in page and "eval_served/report.html" in page
 
@@ -285,7 +285,7 @@ def test_a_server_too_slow_for_the_budget_is_known_before_training(budget, is_tr
 
     monkeypatch.setattr(in_server, "served_report", served_report)
     side = replace(SIDE, num_answers=20, tokens_per_second=32.0)
-    tried = replace(result("ngram at K 4", 1, 0.9), baseline=side, drafted=side)
+    tried = replace(served("ngram at K 4", 1, 0.9), baseline=side, drafted=side)
     monkeypatch.setattr(in_server, "read_served", lambda _: SimpleNamespace(results=[tried]))
     serving = try_server(run, most=96)
     if is_tried:
@@ -295,40 +295,29 @@ def test_a_server_too_slow_for_the_budget_is_known_before_training(budget, is_tr
         assert run.said == [f"{serving.problem}: decided by our own engine"]
 
 
-SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
-
-
-def result(drafter, size, low, *, unexplained=0):
-    checked = LosslessReport(checked=12, identical=12 - unexplained, unexplained=unexplained)
-    how = "vllm", drafter, 4, Load(size), 96, 0.0, 12, "ABBAABBA", True
-    texts, commands = TextCheck(checked, 12, 0), ["plain", "drafting"]
-    ends = low, low + 0.4
-    return ServedResult(*how, low + 0.2, ends, SIDE, SIDE, None, PromptCheck(), texts, commands=commands)
-
-
 @pytest.mark.parametrize(
     ("results", "headline", "cautions"),
     [
         (
-            [result("head:H at K 4", 1, 1.5), result("head:H at K 4", 8, 0.8), result("ngram at K 4", 1, 1.2)],
+            [served("head:H at K 4", 1, 1.5), served("head:H at K 4", 8, 0.8), served("ngram at K 4", 1, 1.2)],
             "Deploy the head, K 4, in vLLM",
-            ["its lower end is 1.45", 'tokens_per_batch_size": [[1, 7, 4], [8, 8, 0]]'],
+            ["its lower end is 1.40", 'tokens_per_batch_size": [[1, 7, 4], [8, 8, 0]]'],
         ),
-        ([result("head:H at K 4", 1, 1.1), result("ngram at K 4", 1, 1.2)], "Deploy look-ups, K 4, in vLLM", []),
+        ([served("head:H at K 4", 1, 1.1), served("ngram at K 4", 1, 1.2)], "Deploy look-ups, K 4, in vLLM", []),
         (
-            [result("head:H at K 4", 1, 1.5), result("head:H at K 4", 8, 0.5)],
+            [served("head:H at K 4", 1, 1.5), served("head:H at K 4", 8, 0.5)],
             "Deploy the head, K 4, in vLLM",
             ["8 at a time: 0.70 times as fast [0.50, 0.90], leave drafts off"],
         ),
         # one of six intervals lies above 1 by luck now and then
         (
-            [result("head:H at K 4", 2**i, low) for i, low in enumerate((1.01, 0.8, 0.8, 0.8, 0.8, 0.8))],
+            [served("head:H at K 4", 2**i, low) for i, low in enumerate((1.01, 0.8, 0.8, 0.8, 0.8, 0.8))],
             "Do not deploy: no measured setting is proved to be faster",
             [],
         ),
-        ([result("head:H at K 4", 1, 0.9)], "Do not deploy: no measured setting is proved to be faster", []),
-        ([result("head:H at K 4", 1, 1.5, unexplained=2)], "Do not deploy: no", ["are not the target's own"]),
-        ([replace(result("head:H at K 4", 1, 1.5), drafted=replace(SIDE, num_failed=3))], "Do not deploy: no", []),
+        ([served("head:H at K 4", 1, 0.9)], "Do not deploy: no measured setting is proved to be faster", []),
+        ([served("head:H at K 4", 1, 1.5, unexplained=2)], "Do not deploy: no", ["are not the target's own"]),
+        ([replace(served("head:H at K 4", 1, 1.5), drafted=replace(SIDE, num_failed=3))], "Do not deploy: no", []),
     ],
 )  # fmt: skip
 def test_what_is_proved_in_the_server_is_deployed_and_nothing_else(results, headline, cautions, tmp_path):
