@@ -107,7 +107,7 @@ def with_first_call(message: Message) -> Message:
     out what its template puts around calls, as small models do."""
     calls = message.get("tool_calls", [])[:1]
     if not calls and (found := next(json_calls(message["content"]), None)):
-        message = {**message, "content": message["content"][: found[0]].strip()}
+        message = {**message, "content": re.sub(r"<[^<>]*>\s*$", "", message["content"][: found[0]]).strip()}
         calls = [{"type": "function", "id": "call00000", "function": function_of(found[1])}]
     return {**message, "tool_calls": calls} if calls else message
 
