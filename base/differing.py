@@ -1,5 +1,6 @@
 """What differs between the settings with which something was made and those of now, in words."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,20 @@ def first_difference(before: Any, now: Any, *, at: str = "", is_part: bool = Fal
             if found := first_difference(before.get(key), now.get(key), at=place, is_part=is_part):
                 return found
         return None
-    if before == now:
+    if is_same(before, now):
         return None
     shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in map(str, (before, now))]
     return f"{at} {shown[0]}, now {shown[1]}"
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two settings are equal, or two ways to write one path or the paths of a list."""
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    if value == other or not (isinstance(value, str) and isinstance(other, str) and value and other):
+        return value == other
+    try:
+        first, second = (os.path.realpath(os.path.expanduser(text)) for text in (value, other))
+    except ValueError:  # no path has such characters
+        return False
+    return first == second

@@ -30,6 +30,12 @@ LEFT_SECONDS = 86_400.0  # without a change, after which a file of unknown proce
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # by the file system, such as NFS, or an old kernel
 
 
+def from_anywhere(name: str) -> str:
+    """A path that is there as an absolute one, which is found from any working directory; else, as a hub id, itself."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
 def cache_root() -> Path:
     """The folder of files that can be recreated: $HEADSTART_CACHE, else ~/.cache/headstart; of a user
     without a home, as in a container under a number alone, a folder among the temporary files."""

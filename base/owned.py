@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from .differing import is_same
 from .errors import BadInput
 from .files import UNSUPPORTED, is_running, remove, unfinished, write_json
 
@@ -59,7 +60,7 @@ class OwnedFolder:
     def check_settings(self, settings: Mapping[str, Any], *, finished: str, overwrite: bool) -> None:
         """Raises BadInput if the file `finished` is there, made with other settings, and is not to be replaced."""
         now, before = _plain(settings), self.settings
-        key = next((key for key in [*now, *before] if now.get(key) != before.get(key)), None)
+        key = next((key for key in [*now, *before] if not is_same(before.get(key), now.get(key))), None)
         if (self.path / finished).exists() and key is not None and not overwrite:
             was, would = (json.dumps(values.get(key)) for values in (before, now))
             problem = f"holds a finished {finished} with {key} {was}, this would be with {would}"

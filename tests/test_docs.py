@@ -70,9 +70,9 @@ def world(saved_target, lora, tmp_path_factory):
     chats = [[("user", one), ("assistant", f"{one} w7 w8 w9 w{13 + i} w14 w15")] for i, one in enumerate(asked)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     lines = [json.dumps(row) + "\n" for row in rows]
-    for name in ("CHATS.jsonl", "TRACES.jsonl", "data/mine/train.jsonl", "data/answers/answers.jsonl"):
+    for name in ("CHATS", "TRACES", "data/trajectories", "data/mine/train", "data/answers/answers"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(lines))
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     for name in ("mine/validation.jsonl", "validation/answers.jsonl"):
         (folder / "data" / name).parent.mkdir(exist_ok=True)
         (folder / "data" / name).write_text("".join(lines[:2]))

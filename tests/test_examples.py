@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from headstart.base.jsonl import read_jsonl
+from headstart.data_pipelines.prepare import PrepareConfig, prepare
 from headstart.engines.heads import HEADS, build_head, load_head, save_head
+from headstart.targets.chat.messages import script_of
 from headstart.targets.target import Target
+from openai_server import answered, serving
 from safetensors.torch import load_file, save_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -91,6 +95,56 @@ def test_rl_with_a_head_that_follows(saved_target, tmp_path, capsys):
     assert any(not torch.equal(followed[name], tensor) for name, tensor in load_head(head, moved).state_dict().items())
     told = load("rl/grpo").reward
     assert [told("12 and 1,234.5", "1234.5"), told("none", "3"), told("w7 w8", "w7"), told("w8", "w7")] == [1, 0, 1, 0]
+
+
+def agent(server, body, attempt):
+    """A stand-in's answers: it searches, calculates in a call that only its text has, and answers; but for questions of
+    other kinds, see `ENDS`."""
+    question, *later = [message["content"] for message in body["messages"][1:] if message["role"] != "assistant"]
+    call = {"type": "function", "id": "c", "function": {"name": "search", "arguments": json.dumps({"query": question})}}
+    if "worth" in question:
+        return 400, {}, {"error": {"message": "too long"}}
+    if "together" in question:
+        return answered(body, content='<tool_call>{"name": "search"')
+    if not later or "left in stock" in question:
+        return answered(body, finish_reason="tool_calls", content="", tool_calls=[call])
+    number, price = question.split()[2], later[0].split(": ")[1].split()[0]
+    if len(later) == 1:
+        expression = f"{number} * {price}" if "discount" not in question else "open('x')"
+        called = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+        return answered(body, content=f"Now {called}")
+    return answered(body, content=f"They cost {later[1].split()[-1]} euros.")
+
+
+# by what a question has: the roles behind it, by their first letters, the calls, whether the answer is right
+ENDS = {
+    "discount": ("atata", 2, False),
+    "What do": ("atata", 2, True),
+    "left in stock": ("atatatata", 4, False),
+    "together": ("a", 0, False),
+}
+
+
+def test_agents(tmp_path, capsys):
+    """Tools are run until there is an answer or four calls were made; what cannot be asked is left out, and counted."""
+    file = tmp_path / "trajectories.jsonl"
+    with serving(agent) as server:
+        load("agents").main("tiny", str(file), server.url)
+    rows, said = read_jsonl(file), capsys.readouterr().out
+    assert 60 < len(rows) < 95 and f"{100 - len(rows)} left out: " in said and "400" in said
+    seen = set()
+    for row in rows:
+        question, *later = row["messages"][1:]
+        kind = "together" if "together" in question["content"] else next(k for k in ENDS if k in question["content"])
+        roles = "".join(message["role"][0] for message in later)
+        assert (roles, row["num_calls"], row["is_right"]) == ENDS[kind]
+        assert script_of(row["messages"], turns="recorded").count(None) == roles.count("a")
+        seen.add(kind)
+    assert seen == set(ENDS)
+    refused = next(row["messages"][5] for row in rows if "discount" in row["messages"][1]["content"])
+    assert refused["content"] == "error: ValueError: not arithmetic: open('x')"
+    card = prepare(PrepareConfig(sources=str(file), output=str(tmp_path / "data"), validation_share=0.2))
+    assert (card.kept, sum(split["rows"] for split in card.splits.values())) == (len(rows), len(rows))
 
 
 def test_the_readme_names_every_example():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ...base.errors import BadInput
-from ...base.files import LocalPath
+from ...base.files import LocalPath, from_anywhere
 from ...base.owned import check_owner
 from ...engines.neutral_sampling import NEUTRAL
 from ...engines.servers.setting import OURS, EngineSetting
@@ -87,6 +87,11 @@ class RegenerateConfig:
             key = f"client.extra_body.{VARIABLES}"
             raise BadInput(f"{key}: prompts are rendered here; give sampling.{VARIABLES}")
 
+    @property
+    def recorded_target(self) -> str:
+        """The target in settings and rows, the same from any working directory; a name at a server as it is."""
+        return self.target if self.engine.name == BY_MESSAGES else from_anywhere(self.target)
+
 
 @dataclass
 class RunProgress:
@@ -135,7 +140,7 @@ def regenerate(
             if isinstance(outcome, Failure):
                 failed[key] = {"id": key, "source_id": index.source_ids[key], "problem": str(outcome)}
             else:
-                store.add(key, {**outcome, "target": config.target})
+                store.add(key, {**outcome, "target": config.recorded_target})
             progress.num_answered, progress.num_failed = len(store), len(failed)
             show(progress)
         return store.finish(index, failed)
@@ -168,7 +173,7 @@ def _settings(config: RegenerateConfig, index: RunIndex, target_identity: Mappin
     by_servers |= {"neutral_unless_chosen": NEUTRAL}
     by_engine = {"by": "engine", "dtype": engine.dtype, "batch_size": engine.batch_size}  # for rounding
     return {
-        "target": config.target,
+        "target": config.recorded_target,
         "target_fingerprint": None,
         **target_identity,
         **(by_engine if engine.is_ours else by_servers),

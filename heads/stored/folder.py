@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...base.errors import BadInput, first_line
-from ...base.files import replacing_folder, restore_folder, write_json
+from ...base.files import from_anywhere, replacing_folder, restore_folder, write_json
 from ...base.jsonl import loads
 from ...base.typed import check_type
 from ...targets.adapters import merged_state, read_adapter, write_adapter
@@ -68,9 +68,9 @@ def save_head(
         tensors["t2d"] = head.vocabulary.to_draft.cpu() >= 0
     if training is not None:
         training = {**training, "fingerprint": fingerprint_of_tensors(tensors)}
-    name = head.target.name
-    target_name = str(Path(name).absolute()) if Path(name).exists() else name  # found from any working directory
-    record = HeadRecord(head.config.as_dict(), target_name, head.target.stored_fingerprint, training)
+    record = HeadRecord(
+        head.config.as_dict(), from_anywhere(head.target.name), head.target.stored_fingerprint, training
+    )
     name_of_dtype = str(dtype or next(iter(head.parameters())).dtype).removeprefix("torch.")
     dtypes = {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}
     with replacing_folder(Path(folder)) as temporary:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from ...base.differing import is_same
 from ...base.errors import BadInput
 from ...base.files import LocalPath
 from ...configs.loader import build, read_config
@@ -169,9 +170,3 @@ def differing_key(run: RunConfig, other: dict[str, Any]) -> str | None:
             if key not in WITHOUT_EFFECT[section] and not is_same(before.get(key), value):
                 return f"{section}.{key}"
     return None
-
-
-def is_same(value: Any, other: Any) -> bool:
-    """Whether two values of a config are equal, or two ways to write one path."""
-    paths = isinstance(value, str) and isinstance(other, str)
-    return value == other or (paths and Path(value).expanduser().resolve() == Path(other).expanduser().resolve())

@@ -155,6 +155,16 @@ def test_the_manifest_names_the_weights_and_another_batch_size_is_refused(comman
         command(f"output={tmp_path / 'out'}", "num_rows=2", "engine.batch_size=2")
 
 
+def test_a_folder_is_gone_on_with_however_the_targets_path_is_written(command, chat_target, tmp_path, monkeypatch):
+    how = ["num_rows=2", f"output={tmp_path / 'out'}"]
+    monkeypatch.chdir(chat_target.parents[1])
+    for target in (chat_target.relative_to(chat_target.parents[1]), chat_target, f"./{chat_target.parent.name}/target"):
+        command(f"target={target}", *how)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    rows = read_jsonl(tmp_path / "out/answers.jsonl")
+    assert {manifest["settings"]["target"], *(row["target"] for row in rows)} == {str(chat_target)}
+
+
 @pytest.mark.parametrize("what", ["template_hash", "tokenizer_hash", "target_config_hash", "eos_token_ids"])
 def test_answers_of_what_is_another_target_under_the_same_path_are_not_gone_on_with(
     what, command, chat_target, tmp_path

@@ -86,7 +86,8 @@ def test_what_the_template_is_told_is_recorded_and_told_again(target, tmp_path):
         [sample] = encode_row(Row(row, f"a:{line}"), loaded.tokenizer, DataConfig(train=""))
         assert sample.input_ids[: int(sample.loss_mask.argmax())].tolist() == prompt
         assert prompt_ids(row, loaded.tokenizer, origin="a:1") == prompt
-        assert answered(row, loaded.tokenizer, origin="a:1", fingerprint=mark, vocab_size=None)[0] == prompt
+        [(asked_with, *_)] = answered(row, loaded.tokenizer, origin="a:1", fingerprint=mark, vocab_size=None)
+        assert asked_with == prompt
     [first, *_] = read_asked(str(tmp_path / "out" / "answers.jsonl"))
     assert held_out_row(first, is_plain=False)["chat_template_kwargs"] == common, "auto measures as it asks"
 

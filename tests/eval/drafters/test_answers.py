@@ -21,6 +21,7 @@ from headstart.eval.plan.budget import Budget
 from headstart.eval.plan.planner import PlanConfig, Planner
 from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.suites.prompts import ChatOptions, Suite, load_suite
+from headstart.targets.chat.written_ids import AnswerIds, as_entry
 
 PROMPTS = [[1, 5, 9, 7], [1, 7, 8, 3], [2, 4, 6, 8]]
 ANSWER = {"role": "assistant", "content": "w6"}
@@ -118,6 +119,35 @@ def test_rows_are_read_as_the_target_reads_them(chat_target, written, tmp_path):
     head = save_head(untrained("medusa", chat_target), tmp_path / "head")
     assert build_drafter(f"suffix:{path}", chat_target)[0] == "suffix+answers"
     assert build_drafter(f"hybrid:{head}:{path}", chat_target)[0] == "hybrid+medusa+answers"
+
+
+AGENT = [
+    {"role": "assistant", "content": "w3"},
+    {"role": "user", "content": "w5"},
+    {**ANSWER, "tool_calls": [{"type": "function", "function": {"name": "w8", "arguments": {}}}]},
+    {"role": "tool", "content": "w9"},
+    {"role": "assistant", "content": "w7"},
+    {"role": "user", "content": "w30"},
+    {"role": "assistant", "content": "w31"},
+]
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_every_turn_of_the_assistant_is_looked_up(has_ids, chat_target, written):
+    """Calls of tools too, which an agent writes more often than answers; each under its own question."""
+    template = chat_target.tokenizer.chat_template.replace("m.role == 'tool'", "false")
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
+    chat_target.tokenizer.chat_template = template.replace("{{ m.content }} ", "{{ m.content }} " + calls)
+    begun = [11, 3, 2, 10, 5, 2, 11]
+    wrote = [[6, 8, 2], [7, 2], [31, 2]]
+    prompts = [begun, [*begun, 6, 8, 2, 11, 9, 2, 11], [*begun, 6, 8, 2, 11, 9, 2, 11, 7, 2, 10, 30, 2, 11]]
+    answers = zip((2, 4, 6), map(AnswerIds, prompts, wrote), strict=True)
+    path = written("answers.jsonl", {"messages": AGENT, **(as_entry(answers) if has_ids else {})})
+    found = load_answers(path, chat_target.tokenizer)
+    assert found.rows == list(zip(prompts, wrote, strict=True))
+    assert found.questions == ["w5", "w5", "w30"]
+    found.leave_out([], ["w5"])
+    assert found.looked_up == found.rows[2:]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from headstart.eval.measurement.turns import with_every_turn
 from headstart.eval.proof.config import MeasureConfig
 from headstart.eval.served.questions import Questions
 from headstart.eval.suites.prompts import ChatOptions, load_suite
+from headstart.targets.chat.messages import for_api
 from transformers.utils import chat_template_utils
 
 CONFIG = MeasureConfig(max_new_tokens=6)
@@ -70,7 +71,11 @@ def test_the_system_prompt_and_variables_are_in_every_turn(chat_target, written)
     assert len(whole.prompts) == 3 and all(ids[:3] == [9, 30, 2] and ids[-1] == 12 for ids in whole.prompts)
 
 
-CALL = {**said("assistant", "w40"), "tool_calls": [{"type": "function", "function": {"name": "w3", "arguments": {}}}]}
+CALL = {
+    **said("assistant", "w40"),
+    "tool_calls": [{"type": "function", "function": {"name": "w3", "arguments": {"x": "w4"}}}],
+}
+TOOLS = [{"type": "function", "function": {"name": "w3", "parameters": {"type": "object", "properties": {}}}}]
 AGENT = [
     said("system", "w30"),
     said("user", "w5"),
@@ -84,9 +89,11 @@ RECORDED = ChatOptions(has_recorded_turns=True)
 
 @pytest.fixture
 def tool_target(chat_target):
-    """`chat_target` whose template takes what tools give back as it takes questions."""
-    template = chat_target.tokenizer.chat_template
-    chat_target.tokenizer.chat_template = template.replace("m.role == 'tool'", "false")
+    """`chat_target` whose template writes tools and calls, and takes what tools give back as it takes questions."""
+    template = chat_target.tokenizer.chat_template.replace("m.role == 'tool'", "false")
+    calls = "{% for c in m.tool_calls or [] %}w15 {{ c.function.name }} {{ c.function.arguments.x }} {% endfor %}"
+    tools = "{% for t in tools or [] %}w14 {{ t.function.name }} {% endfor %}"
+    chat_target.tokenizer.chat_template = tools + template.replace("{{ m.content }} ", "{{ m.content }} " + calls)
     return chat_target
 
 
@@ -103,11 +110,13 @@ def tool_target(chat_target):
     ],
     ids=["a last question", "answered", "a call alone", "two messages are one answer"],
 )
-def test_a_recorded_turn_is_asked_behind_what_the_row_says(messages, kinds, tool_target, written):
-    suite = load_suite(written("a.jsonl", {"messages": messages}), tool_target, max_new_tokens=6, chat=RECORDED)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+def test_a_recorded_turns_prompt_is_the_templates_own_rendering(messages, kinds, tools, tool_target, written):
+    row = {"messages": [for_api(message) for message in messages], "tools": tools}  # arguments as JSON, as servers say
+    suite = load_suite(written("a.jsonl", row), tool_target, max_new_tokens=6, chat=RECORDED)
     whole, template = with_every_turn(suite, tool_target, CONFIG), tool_target.tokenizer.apply_chat_template
-    theirs = [template(messages[:at], add_generation_prompt=True, return_dict=False) for at in kinds]
-    assert whole.prompts == theirs
+    told = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+    assert whole.prompts == [template(messages[:at], **told) for at in kinds]
     assert [(one.turn, one.kind) for one in whole.sources] == list(enumerate(kinds.values(), start=1))
 
 
