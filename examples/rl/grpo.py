@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from headstart.base.files import replacing_folder
-from headstart.eval.decoding.loop import generate
+from headstart.eval.decoding.loop import Round, generate
 from headstart.train.following import FollowingHead, Rollouts
 from headstart.train.inputs.config import TrainConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(words: Sequence[str] | None = None, *, about: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "head", "prompts", "output"):
         parser.add_argument(name)
     numbers = {"steps": 100, "prompts-per-step": 4, "samples": 8, "max-new-tokens": 128, "save-every": 10, "seed": 0}
@@ -31,6 +31,19 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--drafts", choices=("none", "frozen", "followed"), default="followed")
     return parser.parse_args(words)
+
+
+def head_config(asked: argparse.Namespace) -> TrainConfig:
+    """How the head learns: at one rate, as long as the loop runs."""
+    constant: dict[str, Any] = {"max_steps": 10**9, "warmup_steps": 0, "min_lr_ratio": 1.0, "seed": asked.seed}
+    head: dict[str, Any] = {"start_from": asked.head, "learning_rate": asked.head_rate, "batch_size": asked.samples}
+    return TrainConfig(output_dir=str(Path(asked.output, "following")), **head, **constant)
+
+
+def acceptance_length(rounds: Sequence[Round]) -> float:
+    """Tokens per forward of the policy, the prefill left out."""
+    counts = [num for one in rounds[1:] for num in one.num_committed if num]
+    return sum(counts) / max(len(counts), 1)
 
 
 def reward(text: str, answer: str) -> float:
@@ -73,10 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
     device, tokenizer = "cuda" if torch.cuda.is_available() else "cpu", AutoTokenizer.from_pretrained(asked.model)
     policy: Any = AutoModelForCausalLM.from_pretrained(saved[-1] if saved else asked.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.to(device).train().parameters(), lr=asked.rate, weight_decay=0.0)
-    constant: dict[str, Any] = {"max_steps": 10**9, "warmup_steps": 0, "min_lr_ratio": 1.0, "seed": asked.seed}
-    head: dict[str, Any] = {"start_from": asked.head, "learning_rate": asked.head_rate, "batch_size": asked.samples}
-    config = TrainConfig(output_dir=str(output / "following"), **head, **constant)
-    following = FollowingHead(policy, config, share=asked.share)
+    following = FollowingHead(policy, head_config(asked), share=asked.share)
     for step in range(first, asked.steps):
         began, spent = time.perf_counter(), following.spent
         # Rollouts, sampled from the policy as it is: in fewer of its forwards where drafts are accepted
@@ -99,8 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        counts = [num for one in rounds[1:] for num in one.num_committed if num]
-        told |= {"acceptance_length": sum(counts) / max(len(counts), 1), "reward": sum(rewards) / len(rewards)}
+        told |= {"acceptance_length": acceptance_length(rounds), "reward": sum(rewards) / len(rewards)}
         if (step + 1) % asked.save_every == 0 or step + 1 == asked.steps:
             with replacing_folder(output / "policy" / f"step_{step + 1:06d}") as folder:
                 policy.save_pretrained(folder)
