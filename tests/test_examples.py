@@ -96,8 +96,10 @@ def assert_moved(target, head, output, first, last):
 def test_rl_with_a_head_that_follows(rl, saved_target, capsys):
     """Two steps, as if killed behind them, and a third: the policy and the head go on from what was saved."""
     words, head, output = rl
-    for steps in ("2", "3"):
-        load("rl/grpo").main([*words, "--steps", steps])
+    for steps, of_a_kill in (("2", '{"step": 3, "of a step behind the last sa'), ("3", "")):
+        load("rl/grpo").main([*words, "--steps", steps, "--draft-tokens", "1"])
+        with (output / "log.jsonl").open("a") as log:
+            log.write(of_a_kill)
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert capsys.readouterr().out.count("\n") == len(log) == 3
     assert [row["step"] for row in log] == [1, 2, 3] and sum(row["head_steps"] for row in log) > 2

@@ -5,6 +5,7 @@ OUTPUT/policy has TRL's checkpoints, for `headstart eval --checkpoint OUTPUT/pol
 killed run goes on from the last of both. It runs in one process; of several each needs an OUTPUT of its own.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from datasets import Dataset
 from grpo import acceptance_length, as_ids, head_config, options, reward
 from headstart.eval.decoding.loop import generate
 from headstart.train.following import FollowingHead, Rollouts
-from headstart.train.inputs.config import TrainConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,21 +21,20 @@ from trl import GRPOConfig, GRPOTrainer
 class Drafted(TrainerCallback):
     """Rollouts by our engine for a `GRPOTrainer`, and a head that learns from them; saved when the trainer saves."""
 
-    def __init__(self, config: TrainConfig, *, share: float, drafts: str):
-        self.config, self.share, self.drafts = config, share, drafts
+    def __init__(self, asked: Namespace):
+        self.asked = asked
         self.following: FollowingHead | None = None
 
     def roll_out(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         """A text for each prompt; a prompt that is to have several comes as often. TRL computes their log-probs."""
         if self.following is None:  # now that the trainer has placed its model, and read its checkpoint
-            self.following = FollowingHead(trainer.model, self.config, share=self.share)
+            self.following = FollowingHead(trainer.model, head_config(self.asked), share=self.asked.share)
         ids = [as_ids(trainer.processing_class, prompt) for prompt in prompts]
         how: dict[str, Any] = {"temperature": trainer.temperature, "eos_token_ids": trainer.eos_token_ids}
-        drafter = None if self.drafts == "none" else self.following.drafter()
-        texts, rounds = generate(
-            self.following.target, drafter, ids, max_new_tokens=trainer.max_completion_length, **how
-        )
-        if self.drafts == "followed" and trainer.model.training:
+        how |= {"max_new_tokens": trainer.max_completion_length, "num_draft_tokens": self.asked.draft_tokens}
+        drafter = None if self.asked.drafts == "none" else self.following.drafter()
+        texts, rounds = generate(self.following.target, drafter, ids, **how)
+        if self.asked.drafts == "followed" and trainer.model.training:
             self.following.follow(Rollouts([[*p, *t] for p, t in zip(ids, texts, strict=True)], [*map(len, ids)]))
         told = {"acceptance_length": acceptance_length(rounds)}  # for the reward, which may log
         return {"prompt_ids": ids, "completion_ids": texts, "logprobs": None, **told}
@@ -52,8 +51,7 @@ def rewards(completions: list[str], answer: list[str], **others: Any) -> list[fl
 
 def main(words: Sequence[str] | None = None) -> None:
     asked = options(words, about=__doc__)
-    drafted = Drafted(head_config(asked), share=asked.share, drafts=asked.drafts)
-    policy = Path(asked.output, "policy")
+    drafted, policy = Drafted(asked), Path(asked.output, "policy")
     args = GRPOConfig(
         str(policy),
         max_steps=asked.steps,
