@@ -4,6 +4,9 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -74,25 +77,38 @@ def test_own_family(target, tmp_path, capsys):
         HEADS.update(before)
 
 
-def test_rl_with_a_head_that_follows(saved_target, tmp_path, capsys):
-    """Two steps, as if killed behind them, and a third: the policy and the head go on from what was saved."""
+@pytest.fixture
+def rl(saved_target, tmp_path):
+    """Words behind an example of RL, the folder of a head, and that of its output."""
     head, prompts, output = tmp_path / "head", tmp_path / "prompts.jsonl", tmp_path / "out"
-    start = Target.load(saved_target)
-    save_head(build_head(HEADS["medusa"].config_class(type="medusa"), start), head)
+    save_head(build_head(HEADS["medusa"].config_class(type="medusa"), Target.load(saved_target)), head)
     prompts.write_text("".join(json.dumps({"prompt": f"w{i} w9", "answer": "w7"}) + "\n" for i in range(3, 9)))
     words = [*map(str, (saved_target, head, prompts, output)), "--prompts-per-step", "2", "--samples", "4"]
     words += ["--max-new-tokens", "16", "--save-every", "1", "--share", "1", "--rate", "1e-3"]
-    for steps in ("2", "3"):
-        load("rl/grpo").main([*words, "--steps", steps])
+    return words, head, output
+
+
+def assert_moved(target, head, output, first, last):
+    """The policy's weights between two checkpoints, and the head's from its start on."""
+    policies = [load_file(folder / "model.safetensors") for folder in (first, last)]
+    assert any(not torch.equal(policies[0][name], tensor) for name, tensor in policies[1].items())
+    moved = Target.load(target, adapter=last)
+    followed = load_head(output / "following" / "head", moved).state_dict()
+    assert any(not torch.equal(followed[name], tensor) for name, tensor in load_head(head, moved).state_dict().items())
+
+
+def test_rl_with_a_head_that_follows(rl, saved_target, capsys):
+    """Two steps, as if killed behind them, and a third: the policy and the head go on from what was saved."""
+    words, head, output = rl
+    for steps, of_a_kill in (("2", '{"step": 3, "of a step behind the last sa'), ("3", "")):
+        load("rl/grpo").main([*words, "--steps", steps, "--draft-tokens", "1"])
+        with (output / "log.jsonl").open("a") as log:
+            log.write(of_a_kill)
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert capsys.readouterr().out.count("\n") == len(log) == 3
     assert [row["step"] for row in log] == [1, 2, 3] and sum(row["head_steps"] for row in log) > 2
     assert all(0 < row["reward"] < 1 and row["acceptance_length"] >= 1 for row in log)
-    policies = [load_file(output / "policy" / f"step_{step:06d}" / "model.safetensors") for step in (1, 3)]
-    assert any(not torch.equal(policies[0][name], tensor) for name, tensor in policies[1].items())
-    moved = Target.load(saved_target, adapter=output / "policy" / "step_000003")
-    followed = load_head(output / "following" / "head", moved).state_dict()
-    assert any(not torch.equal(followed[name], tensor) for name, tensor in load_head(head, moved).state_dict().items())
+    assert_moved(saved_target, head, output, *(output / "policy" / f"step_{step:06d}" for step in (1, 3)))
     told = load("rl/grpo").reward
     assert [told("12 and 1,234.5", "1234.5"), told("none", "3"), told("w7 w8", "w7"), told("w8", "w7")] == [1, 0, 1, 0]
 
@@ -145,6 +161,22 @@ def test_agents(tmp_path, capsys):
     assert refused["content"] == "error: ValueError: not arithmetic: open('x')"
     card = prepare(PrepareConfig(sources=str(file), output=str(tmp_path / "data"), validation_share=0.2))
     assert (card.kept, sum(split["rows"] for split in card.splits.values())) == (len(rows), len(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+def test_rl_by_trl(rl, saved_target):
+    """As above, in a process of its own: folders of our tests are called as packages are that TRL looks for."""
+    words, head, output = rl
+    for steps in ("2", "3"):
+        command = [sys.executable, str(EXAMPLES / "rl" / "trl_grpo.py"), *words, "--steps", steps]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    log = json.loads((output / "policy" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in log] == [1, 2, 3]
+    assert all(row["acceptance_length"] > 1 and row["completions/max_length"] <= 16 for row in log)
+    assert any(0 < row["reward"] < 1 for row in log)
+    assert_moved(saved_target, head, output, *(output / "policy" / f"checkpoint-{step}" for step in (1, 3)))
 
 
 def test_the_readme_names_every_example():

@@ -108,6 +108,7 @@ class FollowingHead:
         self.head = start_head(head_config, self.target, start)
         if self.head.adapts_target:
             raise BadInput(f"head {start}: computes with adapters on the target, whose answers would be others")
+        self.policy, self.checked = None if is_target else policy, False
         self.config, self.share, self.training = config, share, going_on(record.training, where=f"head {start}")
         self.optimizer, self.num_steps = build_optimizer(self.head, config), 0
         self.autocast = Step(self.head, dtype=product_dtype(config)).autocast
@@ -121,9 +122,11 @@ class FollowingHead:
 
     def follow(self, rollouts: Rollouts, *, max_steps: int | None = None) -> Followed:
         """Take optimizer steps on the rollouts of the policy as it is now: max_steps, None: one pass over them; fewer
-        where the time is used up, none after `config.max_steps` in all. Raises: BadInput as `Rollouts.check`, and if
-        the loss is not finite."""
+        where the time is used up, none after `config.max_steps` in all. Raises: BadInput as `Rollouts.check`, if the
+        loss is not finite, and where the policy's weights or states are no longer what is read here."""
         rollouts.check()
+        self._check_weights()
+        self._check_states(rollouts)
         began, size = time.monotonic(), self.config.batch_size
         num_draft = min(self.head.num_depths, self.head.default_draft_tokens)  # as far as training reaches
         firsts = range(0, len(rollouts.rows), size)
@@ -147,7 +150,9 @@ class FollowingHead:
         return Followed(len(losses), seconds, sum(losses) / len(losses), acceptance_part(counted))
 
     def drafter(self) -> DraftHead:
-        """A copy of the head as it is now, in the target's dtype, to draft with."""
+        """A copy of the head as it is now, in the target's dtype, to draft with. Raises: BadInput if the policy's
+        weights are no longer what is read here."""
+        self._check_weights()
         vars(self.head).pop("restricted_logits", None)  # a copy of what the policy has changed
         copied = copy.deepcopy(self.head, {id(self.target): self.target})
         return copied.to(self.target.dtype).eval().requires_grad_(False)
@@ -172,6 +177,28 @@ class FollowingHead:
         self.save_seconds = time.monotonic() - began
         self.spent += self.save_seconds
         return self.folder
+
+    def _check_weights(self) -> None:
+        """Where weights were replaced instead of written, the target would stay at those that were."""
+        if self.policy is None:
+            return
+        for (name, own), read in zip(self.policy.named_parameters(), self.target.model.parameters(), strict=True):
+            if own.data_ptr() != read.data_ptr():
+                raise BadInput(
+                    f"policy: {name} is another tensor than at first: make a FollowingHead of it as it is now"
+                )
+
+    @torch.no_grad()
+    def _check_states(self, rollouts: Rollouts) -> None:
+        """Once: whether states are of their tokens, by the row whose prompt would be padded most."""
+        if self.policy is None or rollouts.states is None or self.checked:
+            return
+        row = min(range(len(rollouts.rows)), key=rollouts.prompt_lengths.__getitem__)
+        read = self.target.forward(torch.tensor([rollouts.rows[row]], device=self.target.device)).post_norm[0].float()
+        given = rollouts.states.post_norm[row, : len(read)].to(read)  # [T, D]
+        if (given - read).norm() > 0.5 * read.norm():  # rounding and dropout make less of a difference
+            raise BadInput(f"states of row {row} are not of its tokens: they must be right-padded, of all tokens")
+        self.checked = True
 
     def _load(self, checkpoint: Path) -> None:
         self.num_steps, parameters = read_progress(checkpoint).step, dict(self.head.named_parameters())
@@ -227,7 +254,10 @@ def view_of(policy: nn.Module, *, name: str, fingerprint: str | None) -> Target:
     """
     shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in policy.parameters()}
     shared |= {id(buffer): buffer for buffer in policy.buffers()}
-    target = Target.of(copy.deepcopy(policy, shared), name=name, fingerprint=str(fingerprint))
+    model = copy.deepcopy(policy, shared)
+    if not hasattr(model, "_hf_hook"):
+        vars(model).pop("forward", None)  # a trainer's, which may be of the policy itself, in its mode
+    target = Target.of(model, name=name, fingerprint=str(fingerprint))
     target._has_decoder = False
     return target
 

@@ -3,6 +3,7 @@
 import json
 import os
 from itertools import count
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -96,6 +97,26 @@ def test_what_the_policys_optimizer_writes_is_read_at_once(policy):
             assert cached == policy.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, 5:].tolist()
 
 
+def test_a_trainers_own_forward_is_not_what_is_read(policy):
+    """TRL's is a closure over the policy, in its mode; mixed precision is another."""
+    policy.forward = MethodType(lambda *args, **kwargs: pytest.fail("the policy ran"), policy)
+    target = view_of(policy, name="policy", fingerprint="0f")
+    del policy.forward
+    ids = torch.tensor([PROMPTS[1]])
+    torch.testing.assert_close(target.logits(target.forward(ids).post_norm), policy.eval()(ids).logits)
+
+
+def test_weights_that_are_replaced_are_refused(start, policy, config):
+    """As by `to`, or by a state that is assigned: the target would decode on with the old ones."""
+    start("medusa")
+    head = FollowingHead(policy, config(), share=None)
+    rollouts = rolled(head.target)[0]
+    policy.lm_head.weight.data = policy.lm_head.weight.data.clone()
+    for act in (head.drafter, lambda: head.follow(rollouts)):
+        with pytest.raises(BadInput, match="lm_head.weight is another tensor than at first"):
+            act()
+
+
 def test_it_learns_what_the_policy_writes_now(start, policy, config):
     start("medusa")
     head = FollowingHead(policy, config(learning_rate=1e-2), share=None)
@@ -132,10 +153,25 @@ def test_states_of_the_policys_own_forward_take_the_place_of_reading(start, poli
     hidden = policy(ids, output_hidden_states=True).hidden_states
     given = Rollouts(rollouts.rows, rollouts.prompt_lengths, heads[1].states_of(hidden))
     read = heads[0].follow(rollouts)
-    monkeypatch.setattr(heads[1].target, "forward", None)
+    forward, seen = heads[1].target.forward, []
+    monkeypatch.setattr(heads[1].target, "forward", lambda ids, **how: seen.append(len(ids)) or forward(ids, **how))
     done = heads[1].follow(given)
+    assert seen == [1], "one row, once, to see that the states are of their tokens"
     assert done.loss == pytest.approx(read.loss, rel=1e-5) and done.steps == read.steps == 2
     assert done.acceptance == read.acceptance
+
+
+def test_states_of_other_tokens_are_refused(start, policy, config):
+    """As of a loop that pads prompts on the left."""
+    start("medusa")
+    head = FollowingHead(policy, config(), share=None)
+    rollouts, _ = rolled(head.target)
+    prompts = max(rollouts.prompt_lengths)
+    pairs = zip(rollouts.rows, rollouts.prompt_lengths, strict=True)
+    ids = torch.tensor([[0] * (prompts - num) + row for row, num in pairs])
+    padded = policy(ids, attention_mask=(ids > 0).long(), output_hidden_states=True).hidden_states
+    with pytest.raises(BadInput, match="states of row 0 are not of its tokens"):
+        head.follow(Rollouts(rollouts.rows, rollouts.prompt_lengths, head.states_of(padded)))
 
 
 def test_a_restart_goes_on_to_the_same_bits(start, config, target):
