@@ -181,7 +181,7 @@ class FrozenModel:
             why = f"{self.undecodable}, so this target can be trained on, but not decoded"
             raise BadInput(f"target {self.name}: {why}")
         if not self.has_states:
-            return SlotCache(num_layers=len(self.kept), max_length=max_length)
+            return SlotCache(num_layers=len(self.kept), max_length=max_length, num_rows=num_rows)
         sizes: dict[str, Any] = {"max_length": max_length, "num_rows": num_rows, "width": width}
         return StateCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 

@@ -1,5 +1,6 @@
 """The frozen target model: hidden states of chosen layers, embedding, output logits, caches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from .cpu.joined_decoder import JoinedDecoder
 from .cpu.packing import pack_linears
 from .cpu.products import wide_products
 from .frozen_model import FrozenModel
+from .image_rows import read_image_row
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
 from .layers.target_output import TargetOutput
@@ -195,15 +197,33 @@ class Target(FrozenModel):
                 positions,
                 cache,
                 None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
-                is_chain=seen is None,
+                is_chain=seen is None and cache.shift is None,
                 places=cache.places(positions[:, 0], positions[:, 1:]) if has_places else None,
                 is_round=is_round,
                 chooses=chooses,
             )
-        post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
-        chosen = [self._entering.states[i].to(input_ids.device) for i in feature_layers]
+        return self._output(post_norm.to(input_ids.device), feature_layers, self._best if chooses else None)
+
+    def forward_with_pictures(
+        self,
+        input_ids: Tensor,
+        pictures: Sequence[str],
+        *,
+        feature_layers: tuple[int, ...] = (),
+        cache: SlotCache | None = None,
+    ) -> TargetOutput:
+        """`forward` of one row [1, T] whose image tokens are of these pictures, in order.
+
+        Args: cache: of one row, which is filled from its start. Raises: BadInput if the target reads no pictures.
+        """
+        self._entering.choose(set(feature_layers))
+        return self._output(read_image_row(self, input_ids, pictures, cache), feature_layers)
+
+    def _output(self, post_norm: Tensor, feature_layers: tuple[int, ...], best: Tensor | None = None) -> TargetOutput:
+        """The states of the last forward. Only for a target on several devices something is copied."""
+        chosen = [self._entering.states[i].to(post_norm.device) for i in feature_layers]
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
-        return TargetOutput(features, post_norm, self._best if chooses else None)
+        return TargetOutput(features, post_norm, best)
 
     def read_texts(self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
         """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU."""
@@ -234,6 +254,8 @@ class Target(FrozenModel):
             is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
                 `SlotCache.places` gives them.
         """
+        if cache.shift is not None:
+            positions = positions + cache.shift
         if cache.extent > self.num_positions:  # drafts there are never accepted, but embeddings need an index
             positions = positions.clamp(max=self.num_positions - 1)
         if (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:

@@ -82,10 +82,14 @@ class SlotCache(Cache):
     nothing. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
     """
 
-    def __init__(self, *, num_layers: int, max_length: int):
-        """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit."""
+    def __init__(self, *, num_layers: int, max_length: int, num_rows: int = 1):
+        """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit. num_rows: B,
+        of a cache that is filled row by row."""
         super().__init__(layers=[SlotLayer(max_length) for _ in range(num_layers)])
         self.max_length = self.num_slots = max_length
+        self.num_rows = num_rows
+        # [B, 1] what is added to a token's place in its row to get its position, of rows with images; None: nothing
+        self.shift: Tensor | None = None
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
         self.extent = self.num_before = 0
@@ -252,8 +256,24 @@ class SlotCache(Cache):
         """Whether the layers are allocated, which happens with the first forward."""
         return bool(self.stored)
 
+    def row_reader(self) -> "SlotCache":
+        """A cache for one row, from which `take_row` copies."""
+        return SlotCache(num_layers=len(self.layers), max_length=self.max_length)
+
+    def set_shift(self, row: int, shift: Tensor | None) -> None:
+        """Set the `shift` [1, 1] of a row; None: 0."""
+        if self.shift is None and shift is not None:
+            self.shift = shift.new_zeros(self.num_rows, 1)
+        if self.shift is not None:
+            self.shift[row] = 0 if shift is None else shift[0]
+
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy all that a row holds from another cache with the same layers and length."""
+        self.set_shift(row, None if source.shift is None else source.shift[source_row : source_row + 1])
+        if not self.is_filled:
+            for i, layer in enumerate(source.layers):
+                if isinstance(layer, SlotLayer) and layer.is_initialized:
+                    self.layer(i, *(x.expand(self.num_rows, -1, -1, -1) for x in layer.readable_slots(0)))
         for own, copied in zip(self.stored, source.stored, strict=True):
             own.select(-4, row).copy_(copied.select(-4, source_row))
 
