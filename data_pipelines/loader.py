@@ -54,6 +54,7 @@ class TrainingBatch:
     weights: Tensor | None  # [B, T]
     output: TargetOutput | None  # None: the target has to run
     num_tokens: int  # without padding
+    pictures: Sequence[tuple[str, ...]] = ()  # of each row
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         def moved(value: Any) -> Any:
@@ -63,9 +64,10 @@ class TrainingBatch:
         tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights")}
         return replace(self, **tensors, output=output)
 
-    def filled(self, read: Callable[[Tensor], TargetOutput]) -> DraftBatch:
+    def filled(self, read: Callable[[Tensor, Sequence[tuple[str, ...]]], TargetOutput]) -> DraftBatch:
         """The input of a head's loss. Args: read: runs the target; called if no states are stored."""
-        return DraftBatch(self.input_ids, self.loss_mask, self.output or read(self.input_ids), self.weights)
+        output = self.output or read(self.input_ids, self.pictures)
+        return DraftBatch(self.input_ids, self.loss_mask, output, self.weights)
 
 
 def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float] | None = None) -> TrainingBatch:
@@ -92,4 +94,5 @@ def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float
     weights = None
     if segment_weights:
         weights = torch.tensor([segment_weights.get(name, 1.0) for name in SEGMENTS])[segments]  # [B, T]
-    return TrainingBatch(input_ids, loss_mask, weights, output, num_tokens=sum(lengths))
+    pictures = [stored.sample.pictures for stored in rows]
+    return TrainingBatch(input_ids, loss_mask, weights, output, num_tokens=sum(lengths), pictures=pictures)

@@ -38,7 +38,11 @@ def own_inputs(target: Any, ids: Sequence[int], pictures: Sequence[str]) -> dict
     """What the model's own forward takes beside ids with these pictures; nothing without any. Raises BadInput."""
     if not pictures:
         return {}
-    given = image_reader(target).tensors(pictures, ids)
+    reader = image_reader(target)
+    within = reader.within(ids, pictures)
+    if not within:
+        raise BadInput(f"target {target.name}: a row of {len(ids)} tokens ends inside a picture, or before all")
+    given = reader.tensors(within, ids)
     taken = inspect.signature(target.model.base_model.forward).parameters
     dtypes = {name: target.dtype if value.is_floating_point() else None for name, value in given.items()}
     return {name: value.to(target.device, dtypes[name]) for name, value in given.items() if name in taken}

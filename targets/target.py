@@ -225,8 +225,22 @@ class Target(FrozenModel):
         features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
         return TargetOutput(features, post_norm, best)
 
-    def read_texts(self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
-        """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU."""
+    def read_texts(
+        self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = (), pictures: Sequence[Sequence[str]] = ()
+    ) -> TargetOutput:
+        """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU.
+
+        Args: pictures: of each row; empty: none has any. Rows with some are read one by one.
+        """
+        if any(pictures):
+            rows = zip(input_ids.split(1), pictures, strict=True)
+            alone = [
+                self.forward_with_pictures(row, shown, feature_layers=feature_layers)
+                if shown
+                else self.read_texts(row, feature_layers=feature_layers)
+                for row, shown in rows
+            ]
+            return TargetOutput.padded(alone, input_ids.shape[1])
         decoder, length = self.decoder, input_ids.shape[1]
         if not isinstance(decoder, CpuDecoder) or length > decoder.most_tokens:
             return self.forward(input_ids, feature_layers=feature_layers)

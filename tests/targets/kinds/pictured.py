@@ -1,4 +1,4 @@
-"""Tiny targets that read pictures: model, tokenizer, chat template and processor in a folder; and rows with pictures."""
+"""Tiny targets that read pictures, each in a folder with its processor; and rows with pictures."""
 
 import base64
 import io
