@@ -17,6 +17,7 @@ from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
 from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer, may_pass
 from ...targets.chat.messages import for_api, normalise
+from ...targets.chat.pictures import UnreadablePicture
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
 from ..rows.traffic import reason_of
@@ -165,7 +166,10 @@ class OpenAIClient:
 
         sampling, variables = request.sampling, variables_of(request)
         extra = self._extra(sampling, {**optional, **({VARIABLES: variables} if variables else {})})
-        messages: Any = [for_api(message) for message in request.messages]
+        try:
+            messages: Any = [for_api(message) for message in request.messages]
+        except UnreadablePicture as error:
+            raise Failure(str(error)) from error
         tools: Any = request.tools
         response = server.client.chat.completions.with_raw_response.create(
             model=self.model,

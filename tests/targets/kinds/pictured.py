@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from kind import VOCAB_SIZE
+from kind import VOCAB_SIZE, Kind
+from safetensors.torch import load_file, save_file
 from words import word_tokenizer
 from wrappers import WRAPPERS
 
@@ -43,10 +44,13 @@ PROCESSORS: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def image_target(name: str, folder: Path) -> Path:
-    """The folder of a tiny target of that kind."""
+def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
+    """The folder of a tiny target of that kind. Args: kind: of other sizes than `WRAPPERS` has."""
     special, shown, processor = PROCESSORS[name]
-    WRAPPERS[name].model().save_pretrained(folder)
+    (kind or WRAPPERS[name]).model().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    stored = {key.replace("vision_tower.", "vision_tower.vision_model."): weight for key, weight in weights.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})  # as LLaVA's are on the hub
     names = [f"w{i}" for i in range(VOCAB_SIZE)]
     names[2:5] = ["end", "user", "assistant"]
     names[500 : 500 + len(special.split())] = special.split()
