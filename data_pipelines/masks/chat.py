@@ -122,8 +122,8 @@ def encode_row(
     its maximum length cuts a picture.
 
     Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
-    Raises: UnreadablePicture; BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
-        chat template refuses it, if the tokenizer has no chat template, or if an id is outside the table.
+    Raises: UnreadablePicture; BadInput, naming the row's origin, if it has another shape, a value of the wrong type or
+        no answer, if the chat template refuses it, if the tokenizer has none, or if an id is outside the table.
     """
     table = token_table(tokenizer)
     with naming_faults(row.data, row.origin):
