@@ -22,6 +22,16 @@ QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 8 * 28 * 28, "patch_size": 1
 QWEN_TOKENS = "<|image_pad|> <|video_pad|> <|vision_start|> <|vision_end|>"
 
 
+GEMMA4 = {
+    "image_token": 500,
+    "boi_token": 501,
+    "eoi_token": 502,
+    "audio_token": 503,
+    "boa_token": 504,
+    "eoa_token": 505,
+}
+
+
 def llava(tokenizer: Any) -> Any:
     image = transformers.CLIPImageProcessor(**SMALL)
     how: dict[str, Any] = {"patch_size": 14, "vision_feature_select_strategy": "default"}
@@ -37,9 +47,21 @@ def qwen(name: str) -> Any:
     return processor
 
 
+def gemma4(tokenizer: Any) -> Any:
+    image = transformers.Gemma4ImageProcessor(patch_size=14, max_soft_tokens=70, pooling_kernel_size=3)
+    sound, video = transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4VideoProcessor()
+    return transformers.Gemma4Processor(sound, image, tokenizer, video, image_seq_length=4)
+
+
 PROCESSORS: dict[str, tuple[str, str, Any]] = {
     "llava": ("<image>", "<image>", llava),
     "qwen2_5_vl": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen2_5_VLProcessor")),
+    "qwen3_5_full": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen3VLProcessor")),
+    "gemma4_full": (
+        "<|image|> <boi> <eoi> <|audio|> <boa> <eoa> <|video|>",
+        "<|image|>",
+        gemma4,
+    ),
     "qwen3_vl": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen3VLProcessor")),
 }
 
@@ -49,12 +71,16 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     special, shown, processor = PROCESSORS[name]
     (kind or WRAPPERS[name]).model().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    stored = {key.replace("vision_tower.", "vision_tower.vision_model."): weight for key, weight in weights.items()}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})  # as LLaVA's are on the hub
+    own = "vision_tower.vision_model." if name == "llava" else "vision_tower."  # as LLaVA's are on the hub
+    stored = {key.replace("vision_tower.", own): weight for key, weight in weights.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     names = [f"w{i}" for i in range(VOCAB_SIZE)]
     names[2:5] = ["end", "user", "assistant"]
     names[500 : 500 + len(special.split())] = special.split()
-    tokenizer = word_tokenizer(names, bos_token="w1", additional_special_tokens=["end", *special.split()])
+    named = {key: names[id] for key, id in GEMMA4.items()} if name == "gemma4_full" else {}
+    tokenizer = word_tokenizer(
+        names, bos_token="w1", additional_special_tokens=["end", *special.split()], extra_special_tokens=named
+    )
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", shown)
     processor(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
