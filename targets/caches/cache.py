@@ -92,7 +92,7 @@ class SlotCache(Cache):
         self.shift: Tensor | None = None
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
-        self.extent = self.num_before = 0
+        self.extent, self.num_before, self.is_exact = 0, 0, False
         # the storage: one tensor [layers, 2, B, Nkv, slots, H] for layers of the same shape, so that their rows and
         # slots are moved at once, and one [B, Nkv, slots, H] each for keys and values of other layers
         self.stored: list[Tensor] = []
@@ -146,7 +146,7 @@ class SlotCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """[B, 1] the slot of each row's first query, for models that bias attention by distance themselves."""
-        return self.positions[:, :1] if self.num_before == 0 else self.num_before
+        return self.num_before if self.is_exact or self.num_before else self.positions[:, :1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """For models that make the mask themselves, where we give none: the query in the last slot sees all before."""
@@ -160,7 +160,8 @@ class SlotCache(Cache):
             extent: number of slots that covers every position in use; attention reads this many, rounded up.
             is_exact: do not round up, so that one query at the last slot needs no mask.
         """
-        self.positions, self.num_before = positions, extent - positions.shape[1] if is_exact else 0
+        self.positions, self.is_exact = positions, is_exact
+        self.num_before = extent - positions.shape[1] if is_exact else 0
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         self.extent = extent if is_exact else min(in_steps(extent), self.num_slots)

@@ -56,7 +56,6 @@ def gemma4(tokenizer: Any) -> Any:
 PROCESSORS: dict[str, tuple[str, str, Any]] = {
     "llava": ("<image>", "<image>", llava),
     "qwen2_5_vl": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen2_5_VLProcessor")),
-    "qwen3_5_full": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen3VLProcessor")),
     "gemma4_full": (
         "<|image|> <boi> <eoi> <|audio|> <boa> <eoa> <|video|>",
         "<|image|>",
@@ -69,7 +68,9 @@ PROCESSORS: dict[str, tuple[str, str, Any]] = {
 def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     """The folder of a tiny target of that kind. Args: kind: of other sizes than `WRAPPERS` has."""
     special, shown, processor = PROCESSORS[name]
-    (kind or WRAPPERS[name]).model().save_pretrained(folder)
+    model = (kind or WRAPPERS[name]).model()
+    model.get_output_embeddings().weight.data[500:] = 0  # or it would write image tokens, as none that is trained does
+    model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     own = "vision_tower.vision_model." if name == "llava" else "vision_tower."  # as LLaVA's are on the hub
     stored = {key.replace("vision_tower.", own): weight for key, weight in weights.items()}
@@ -77,10 +78,10 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     names = [f"w{i}" for i in range(VOCAB_SIZE)]
     names[2:5] = ["end", "user", "assistant"]
     names[500 : 500 + len(special.split())] = special.split()
-    named = {key: names[id] for key, id in GEMMA4.items()} if name == "gemma4_full" else {}
-    tokenizer = word_tokenizer(
-        names, bos_token="w1", additional_special_tokens=["end", *special.split()], extra_special_tokens=named
-    )
+    shown_by = {key: names[id] for key, id in GEMMA4.items()} if name == "gemma4_full" else None
+    extra = {"extra_special_tokens": shown_by} if shown_by else {}
+    special_words = ["end", *special.split()]
+    tokenizer = word_tokenizer(names, bos_token="w1", additional_special_tokens=special_words, **extra)
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", shown)
     processor(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

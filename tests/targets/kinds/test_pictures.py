@@ -27,7 +27,7 @@ pytest.importorskip("PIL")
 pictured = pytest.importorskip("pictured")
 NUM_ROWS, NUM_NEW = 20, 16
 LAYERS = 0, 2  # the second behind one that image features are added to again (Qwen3-VL)
-KINDS = ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl"))]
+KINDS = ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "gemma4_full"))]
 
 
 class World:
@@ -35,7 +35,7 @@ class World:
 
     def __init__(self, name: str, folder: Path):
         if name != "llava":
-            pytest.importorskip("torchvision")  # transformers' processors of Qwen's kinds need it for videos
+            pytest.importorskip("torchvision")  # transformers' processors of these kinds need it
         self.path, self.rows = pictured.image_target(name, folder / "target"), folder / "rows.jsonl"
         self.data = pictured.image_rows(folder, NUM_ROWS)
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in self.data))
