@@ -60,7 +60,11 @@ class TrainingBatch:
         def moved(value: Any) -> Any:
             return None if value is None else value.to(device, non_blocking=True)
 
-        output = self.output and TargetOutput(moved(self.output.features), moved(self.output.post_norm))
+        output = self.output
+        if output is not None:
+            output = replace(
+                output, **{name: moved(getattr(output, name)) for name in ("features", "post_norm", "shift")}
+            )
         tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights")}
         return replace(self, **tensors, output=output)
 
@@ -90,6 +94,9 @@ def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float
         segments[i, :num] = torch.from_numpy(stored.sample.segments).long()
         if output is not None and stored.states is not None:
             output.features[i, :num], output.post_norm[i, :num] = stored.states.features, stored.states.post_norm
+            if stored.states.shift is not None:
+                output.shift = torch.zeros(shape, dtype=torch.long) if output.shift is None else output.shift
+                output.shift[i, :num] = stored.states.shift
     loss_mask[:, 0] = False
     weights = None
     if segment_weights:

@@ -60,18 +60,31 @@ def forgetting_positions(target: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def read_image_row(target: Any, ids: Tensor, pictures: Sequence[str], cache: SlotCache | None) -> Tensor:
-    """[1, T, D] the post-norm states of a row [1, T] with pictures, in one forward of the model's own code.
+def read_image_row(
+    target: Any, ids: Tensor, pictures: Sequence[str], cache: SlotCache | None
+) -> tuple[Tensor, Tensor | None]:
+    """The post-norm states [1, T, D] of a row [1, T] with pictures, in one forward of the model's own code; and its
+    `TargetOutput.shift` [1, T].
 
-    Args: cache: of one row, to be filled; gets the `shift` of the tokens behind the row.
+    Args: cache: of one row, to be filled; gets the shift of the row, and of the tokens behind it.
     """
     given, inside = own_inputs(target, ids[0].tolist(), pictures), target.model.base_model
+    index = torch.arange(ids.shape[1], device=ids.device)[None]
     if cache is not None:
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        cache.seek(positions, extent=ids.shape[1], is_exact=True)
+        cache.seek(index, extent=ids.shape[1], is_exact=True)
         given[cache_argument(inside)] = cache
+    axes: list[Tensor] = []
+    noted = target.base.register_forward_pre_hook(
+        lambda _, args, kwargs: axes.append(kwargs.get("position_ids")), with_kwargs=True
+    )
     with forgetting_positions(target):
-        post_norm = inside(input_ids=ids, use_cache=cache is not None and target.own_cache is None, **given)[0]
+        try:
+            post_norm = inside(input_ids=ids, use_cache=cache is not None and target.own_cache is None, **given)[0]
+        finally:
+            noted.remove()
+        behind, shift = getattr(inside, "rope_deltas", None), None
+        if behind is not None:
+            shift = axes[-1][-3] - index  # [1, T]; before the three axes there may be one of plain positions
         if cache is not None:
-            cache.set_shift(0, getattr(inside, "rope_deltas", None))
-    return post_norm
+            cache.set_shift(0, None if shift is None else torch.cat([shift[0], behind.view(1)]))
+    return post_norm, shift

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BadInput
-from .caches.cache import SlotCache
+from .caches.cache import SlotCache, placed
 from .check import check_target, has_values
 from .cpu.build import instruction_set, multiplies_bf16
 from .cpu.decoder import CpuDecoder, most_kernel_tokens
@@ -217,7 +217,8 @@ class Target(FrozenModel):
         Args: cache: of one row, which is filled from its start. Raises: BadInput if the target reads no pictures.
         """
         self._entering.choose(set(feature_layers))
-        return self._output(read_image_row(self, input_ids, pictures, cache), feature_layers)
+        post_norm, shift = read_image_row(self, input_ids, pictures, cache)
+        return replace(self._output(post_norm, feature_layers), shift=shift)
 
     def _output(self, post_norm: Tensor, feature_layers: tuple[int, ...], best: Tensor | None = None) -> TargetOutput:
         """The states of the last forward. Only for a target on several devices something is copied."""
@@ -268,8 +269,7 @@ class Target(FrozenModel):
             is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
                 `SlotCache.places` gives them.
         """
-        if cache.shift is not None:
-            positions = positions + cache.shift
+        positions = placed(positions, cache.shift)
         if cache.extent > self.num_positions:  # drafts there are never accepted, but embeddings need an index
             positions = positions.clamp(max=self.num_positions - 1)
         if (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:

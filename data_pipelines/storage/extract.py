@@ -53,9 +53,13 @@ def start_target(
     features = start_copy(output.features, features_at, target, storage_dtype)
     post_norm = start_copy(output.post_norm, post_norm_at, target, storage_dtype)
 
+    shifts = [None] * len(samples) if output.shift is None else output.shift.cpu().numpy()
+
     def rows() -> list[StoredSample]:
         states = zip(features_at, features(), post_norm_at, post_norm(), strict=True)
         packed = [PackedStates(*of_row, target.dtype) for of_row in states]
+        for one, sample, shift in zip(packed, samples, shifts, strict=True):
+            one.shift = None if shift is None else shift[: len(sample)]
         return [StoredSample(*pair) for pair in zip(samples, packed, strict=True)]
 
     return rows

@@ -105,7 +105,7 @@ class Engine:
         self.num_slots = in_steps(max_length + 1 + self.num_spare)
         self.cache: SlotCache = target.new_cache(self.num_slots, num_rows=batch_size, width=1 + self.num_drafted)
         if steps != "eager" and shifts_positions(target):  # recorded steps read it where it is
-            self.cache.shift = torch.zeros(batch_size, 1, dtype=torch.long, device=target.device)
+            self.cache.shift = torch.zeros(batch_size, self.num_slots, dtype=torch.long, device=target.device)
         self.replay = Replay(steps, target.device, generator)
         self.compiles_layers = steps == "graph"  # its shapes repeat
         self.drafts_on_host = drafter is not None and drafter.on_host
@@ -155,7 +155,8 @@ class Engine:
             return None
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
-            return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
+            tokens = read.tokens.cpu(), read.next_tokens.cpu()
+            return Reading(*tokens, read.output, start, num_valid, shift=read.shift)
         prompts = replace(read, extent=self.extent + self.num_spare)
         self.drafter.commit_prompts(self.state, prompts, most=self.target.prompt_chunk)
         return read.again(self.depth + 1)

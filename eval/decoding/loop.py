@@ -226,7 +226,8 @@ def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, num_kept: int = 0
     first = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
     first.seconds = first.verify_seconds = watch.now() - started
     prefilled = watch.now()
-    read = engine.commit_prompts(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
+    start, shift = torch.zeros_like(num_valid), engine.cache.shift
+    read = engine.commit_prompts(Reading(tokens, next_tokens, output, start, num_valid, shift=shift))
     return Prefilled(first, DecodeState(read, last, num_valid), watch.now() - prefilled)
 
 
@@ -257,9 +258,10 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
         num_valid = num_valid * grows.to(accepted.device)
     read = None
     if engine.drafts_on_host:
-        read = Reading(read_tokens, chosen, output, start[:, 0], (num_accepted[:, 0] + 1) * grows)
+        num_read, shift = (num_accepted[:, 0] + 1) * grows, engine.cache.shift
+        read = Reading(read_tokens, chosen, output, start[:, 0], num_read, shift=shift)
     elif engine.drafter is not None:
-        read = Reading(tokens, committed, output, state.start, num_valid)
+        read = Reading(tokens, committed, output, state.start, num_valid, shift=engine.cache.shift)
     round_.draft_seconds, round_.verify_seconds = watch.between(*marks)
     round_.seconds = time.perf_counter() - started
     return round_, DecodeState(read, committed.gather(1, accepted[:, None]), state.start + num_valid)

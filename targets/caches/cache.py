@@ -88,7 +88,8 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(max_length) for _ in range(num_layers)])
         self.max_length = self.num_slots = max_length
         self.num_rows = num_rows
-        # [B, 1] what is added to a token's place in its row to get its position, of rows with images; None: nothing
+        # [B, slots] what is added to a slot's number to get the position of its token, on the first of three axes where
+        # rows have pictures; None: nothing
         self.shift: Tensor | None = None
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
@@ -262,15 +263,17 @@ class SlotCache(Cache):
         return SlotCache(num_layers=len(self.layers), max_length=self.max_length)
 
     def set_shift(self, row: int, shift: Tensor | None) -> None:
-        """Set the `shift` [1, 1] of a row; None: 0."""
+        """Set the `shift` of a row: [n], of its first slots, the last of all behind them too; None: 0."""
         if self.shift is None and shift is not None:
-            self.shift = shift.new_zeros(self.num_rows, 1)
+            self.shift = shift.new_zeros(self.num_rows, self.max_length)
         if self.shift is not None:
-            self.shift[row] = 0 if shift is None else shift[0]
+            self.shift[row] = 0 if shift is None else shift[-1]
+            if shift is not None:
+                self.shift[row, : len(shift)] = shift
 
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy all that a row holds from another cache with the same layers and length."""
-        self.set_shift(row, None if source.shift is None else source.shift[source_row : source_row + 1])
+        self.set_shift(row, None if source.shift is None else source.shift[source_row])
         if not self.is_filled:
             for i, layer in enumerate(source.layers):
                 if isinstance(layer, SlotLayer) and layer.is_initialized:
@@ -294,3 +297,10 @@ def newest_slots(root: Tensor, seen: Tensor) -> Tensor:
     """[B, Q] slots of the Q nodes last drafted, given the root's slot [B] and their `seen` [B, Q, n]."""
     num_new, num_nodes = seen.shape[1:]
     return root[:, None] + 1 + num_nodes - num_new + torch.arange(num_new, device=root.device)
+
+
+def placed(positions: Tensor, shift: Tensor | None) -> Tensor:
+    """[B, Q] where the tokens at these positions of their rows are for a rotary embedding. Args: shift: of a cache."""
+    if shift is None:
+        return positions
+    return positions + shift.gather(1, positions.expand(len(shift), -1).clamp(max=shift.shape[1] - 1))

@@ -62,7 +62,7 @@ def test_vllm_reads_pictures_and_drafts_as_we_do(name: str, python: str, tmp_pat
     for row, new in zip(rows, answers, strict=True):
         row["messages"].append({"role": "assistant", "content": target.tokenizer.decode(new)})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = trained(tmp_path, "run", HEAD, max_steps=300)
+    run = trained(tmp_path, "run", HEAD, max_steps=60)
     export_head(run, tmp_path / "head", to="vllm", dtype="float32")
     assert check_folder(tmp_path / "head").problems == []
     asked = [

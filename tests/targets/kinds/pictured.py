@@ -76,12 +76,12 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     stored = {key.replace("vision_tower.", own): weight for key, weight in weights.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     names = [f"w{i}" for i in range(VOCAB_SIZE)]
-    names[2:5] = ["end", "user", "assistant"]
+    names[1:5] = ["begin", "end", "user", "assistant"]
     names[500 : 500 + len(special.split())] = special.split()
     shown_by = {key: names[id] for key, id in GEMMA4.items()} if name == "gemma4_full" else None
     extra = {"extra_special_tokens": shown_by} if shown_by else {}
     special_words = ["end", *special.split()]
-    tokenizer = word_tokenizer(names, bos_token="w1", additional_special_tokens=special_words, **extra)
+    tokenizer = word_tokenizer(names, bos_token="begin", additional_special_tokens=special_words, **extra)
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", shown)
     processor(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
