@@ -18,7 +18,7 @@ from .cpu.joined_decoder import JoinedDecoder
 from .cpu.packing import pack_linears
 from .cpu.products import wide_products
 from .frozen_model import FrozenModel
-from .image_rows import read_image_row
+from .images.rows import read_image_row
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
 from .layers.target_output import TargetOutput

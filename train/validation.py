@@ -20,7 +20,7 @@ from ..eval.measurement.breakdown import acceptance_part
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.drafting.windowed import Windowed
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
-from ..targets.chat.pictures import pictures_of, with_pictures
+from ..targets.images.pictures import pictures_of, with_pictures
 from .backend import Backend
 from .watching.stopping import Watchdog
 

@@ -17,9 +17,9 @@ from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
 from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer, may_pass
 from ...targets.chat.messages import for_api, normalise
-from ...targets.chat.pictures import UnreadablePicture
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
+from ...targets.images.pictures import UnreadablePicture
 from ..rows.traffic import reason_of
 from .conversations import Answer, ChatRequest, Failure, SamplingConfig
 from .regenerate import ClientConfig

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...engines.servers.address import Address
-from ...targets.chat.pictures import pictures_of
 from ...targets.chat.written_ids import NEW_KEYS
+from ...targets.images.pictures import pictures_of
 from .as_ids import AsIds
 from .client import AS_WRITTEN, NOT_ANSWERED, AttemptFailed, OpenAIClient, Server
 from .conversations import Answer, ChatRequest, Failure

@@ -11,10 +11,11 @@ import numpy as np
 from ...base.errors import BadInput, first_line
 from ...base.jsonl import naming_faults
 from ...targets.chat.messages import Message
-from ...targets.chat.pictures import UnreadablePicture, reader_of, sources_in
 from ...targets.chat.prompts import RENDER_ERRORS, plain_ids
 from ...targets.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
 from ...targets.chat.written_ids import KEY, Written, joined, written_sequences
+from ...targets.images.pictures import UnreadablePicture, sources_in
+from ...targets.images.reader import reader_of
 from ..rows.config import DataConfig
 from ..rows.parallel import in_order
 from ..rows.row_shapes import SHAPES, is_cut

@@ -21,7 +21,7 @@ class Sample:
     loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
     num_cut: int = 0  # tokens at the end of the row that data.max_length cut off; not stored
     source: str = FROM_TEXT
-    pictures: tuple[str, ...] = ()  # at its image tokens, in order, as in targets/chat/pictures.py
+    pictures: tuple[str, ...] = ()  # at its image tokens, in order, as in targets/images/pictures.py
 
     @classmethod
     def of(

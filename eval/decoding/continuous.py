@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ...targets.chat.pictures import pictures_of
+from ...targets.images.pictures import pictures_of
 from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .loop import Texts, prefill, run_round

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.errors import BadInput
 from ...heads.drafting.drafter import Drafter, Reading
 from ...heads.drafting.trees import Tree
-from ...targets.chat.pictures import pictures_of, with_pictures
+from ...targets.images.pictures import pictures_of, with_pictures
 from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .replay import Stopwatch

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...base.errors import BadInput
 from ...heads.drafting.trees import Proposal
-from ...targets.chat.pictures import pictures_of
+from ...targets.images.pictures import pictures_of
 from ..decoding.engine import DecodeState, Engine
 from ..decoding.loop import right_padded
 from ..suites.prompts import Suite

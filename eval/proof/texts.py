@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...targets.chat.pictures import pictures_of
+from ...targets.images.pictures import pictures_of
 from ..decoding.engine import Engine
 from ..decoding.loop import Generation, Round, right_padded
 from ..decoding.sampling import noise_keys

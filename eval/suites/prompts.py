@@ -12,10 +12,10 @@ from typing import Any
 from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl, naming_faults
 from ...targets.chat.messages import Message, plain_text, script_of, text_in
-from ...targets.chat.pictures import pictures_of, sources_in
 from ...targets.chat.prompts import ChatTemplate, check_prompt, prompt_ids
 from ...targets.chat.reasoning import template_hash, trace_finder
 from ...targets.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
+from ...targets.images.pictures import pictures_of, sources_in
 from ...targets.loading import quiet_loading
 from ...targets.target import Target
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import loads
-from .pictures import PART, as_part, as_url, is_picture
+from ..images.pictures import PART, as_part, as_url, is_picture
 
 Message = dict[str, Any]
 
@@ -28,7 +28,7 @@ def normalise(turns: Any, origin: str, pictures: Iterable[Any] = ()) -> list[Mes
 
     A reasoning trace under any of REASONING_KEYS is moved to `reasoning_content`.
 
-    Args: origin: where the row was read, the prefix of error messages. pictures: of the row, see `pictures.py`.
+    Args: origin: where the row was read, the prefix of error messages. pictures: of the row, see `images/pictures.py`.
     Raises: BadInput if there are no turns, a role is unknown, or content or reasoning is not text.
     """
     if not isinstance(turns, list) or not turns:

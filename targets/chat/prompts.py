@@ -14,8 +14,9 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ...base.errors import BadInput, first_line
+from ..images.pictures import UnreadablePicture, sources_in, with_pictures
+from ..images.reader import reader_of
 from .messages import REASONING_KEYS, Message, place_reasoning
-from .pictures import UnreadablePicture, reader_of, sources_in, with_pictures
 from .reasoning import think_markers
 from .rows import DAY, STANDARD_DAY, ChatRow, UnusableRow, Variables, chat_of, instruction_in, is_chat, known_keys
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import loads
+from ..images.pictures import KEYS
 from .messages import Message, normalise
-from .pictures import KEYS
 
 CHAT_KEYS = ("messages", "conversations", "turns")
 VARIABLES = "chat_template_kwargs"

@@ -17,9 +17,11 @@ from headstart.eval.decoding import generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.proof.own_forward import first_not_own
+from headstart.eval.served.questions import as_sent
 from headstart.eval.suites.prompts import load_suite
 from headstart.targets.chat.messages import for_api, normalise
-from headstart.targets.chat.pictures import opened, pictures_of, reader_of, with_pictures
+from headstart.targets.images.pictures import opened, pictures_of, with_pictures
+from headstart.targets.images.reader import reader_of
 from headstart.targets.target import Target
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -166,6 +168,8 @@ def test_a_server_is_sent_pictures_as_data_urls(tmp_path):
     asked = [{"role": "user", "content": [{"type": "text", "text": "w3"}, {"type": "image", "image": "a.png"}]}]
     [sent] = map(for_api, normalise(asked, f"{tmp_path}/rows.jsonl:3"))
     assert sent["content"][1]["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
+    [row] = [as_sent({"messages": asked}, f"{tmp_path}/rows.jsonl:3")]
+    assert row["messages"][0]["content"] == sent["content"]
     with pytest.raises(BadInput, match="in no known form"):
         normalise([{"role": "user", "content": [{"type": "image"}]}], "rows.jsonl:1")
 

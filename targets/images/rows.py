@@ -3,16 +3,15 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import BadInput
-from .caches.cache import SlotCache, cache_argument
-from .chat.pictures import ImageReader, reader_of
-from .loading import load_model, restore_other_modalities
+from ...base.errors import BadInput
+from ..caches.cache import SlotCache, cache_argument
+from ..loading import load_model, restore_other_modalities
+from .reader import ImageReader, reader_of
 
 
 def image_reader(target: Any) -> ImageReader:
@@ -23,9 +22,10 @@ def image_reader(target: Any) -> ImageReader:
         raise BadInput(f"target {target.name}: reads no pictures")
     if target.is_spread or target.is_sharded:
         raise BadInput(f"target {target.name}: reads pictures on one device alone")
-    if any(part is None for part in inside._modules.values()) and target._source is not None:
-        whole, _ = load_model(replace(target._source, adapter=None, path=target.name), device="cpu", is_whole=True)
+    if not target.has_vision:
+        whole, _ = load_model(target.source, device="cpu", is_whole=True)
         restore_other_modalities(target.model, whole, target.device)
+        target.has_vision = True
     return reader
 
 
