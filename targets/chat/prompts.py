@@ -75,16 +75,20 @@ class ChatTemplate:
         """The text of a conversation, with the image tokens of its pictures. Raises one of RENDER_ERRORS if the
         template refuses it, UnreadablePicture, and BadInput if the target reads no pictures."""
         pictures = sources_in(messages)
-        if self.takes_parts:
-            messages = [{**one, "content": as_parts(one.get("content"))} for one in messages]
         text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
+            self.as_taken(messages), add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
         )
         if not pictures:
             return text
         if (reader := reader_of(self.tokenizer)) is None:
             raise ValueError("the target reads no pictures")
         return reader.expanded(text, pictures)
+
+    def as_taken(self, messages: list[Message]) -> list[Message]:
+        """The messages with contents in the form that the template reads."""
+        if not self.takes_parts:
+            return messages
+        return [{**one, "content": as_parts(one.get("content"))} for one in messages]
 
     def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
         """The token ids of `render_text`."""
