@@ -68,9 +68,9 @@ class TrainingBatch:
         tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights")}
         return replace(self, **tensors, output=output)
 
-    def filled(self, read: Callable[[Tensor, Sequence[tuple[str, ...]]], TargetOutput]) -> DraftBatch:
-        """The input of a head's loss. Args: read: runs the target; called if no states are stored."""
-        output = self.output or read(self.input_ids, self.pictures)
+    def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
+        """The input of a head's loss. Args: read: as `DraftHead.read_target`; called if no states are stored."""
+        output = self.output or read(self.input_ids, *([self.pictures] if any(self.pictures) else []))
         return DraftBatch(self.input_ids, self.loss_mask, output, self.weights)
 
 

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,15 +22,6 @@ OF_A_KEY = (400, 422)  # perhaps of a key of the request that the server does no
 def may_pass(status: int) -> bool:
     """Whether a refused request may be answered later. Args: status: 0: the connection failed or nothing came."""
     return status in (0, 408, 425, 429) or status >= 500
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a server says of itself; None: it does not. version: of vLLM. max_model_len: tokens of a question with its
-    answer at most."""
-
-    version: str | None = None
-    max_model_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,43 +89,24 @@ class Address:
         finally:
             connection.close()
 
-    def serving(self, model: str = "", *, target: str = "") -> "Address":
-        """With the name of its model. Args: model: the name that is wanted; empty: that of the target, or of the only
-        model that it has. target: folder or hub id; empty: not known.
+    def serving(self, model: str = "") -> "Address":
+        """With the name of its model. Args: model: the name that is wanted; empty: the only one that it has.
 
-        Raises: BadInput if it does not answer, refuses the key, or serves no such model, or several others."""
-        cards = self._cards()
-        names = [card["id"] for card in cards]
-        shown = ", ".join([*names[:5], *["..."] * (len(names) > 5)])
-        if model and model not in names:
-            raise BadInput(f"{self.url}: serves {shown}, not {model}")
-        found = {model: model} if model else models_of(cards, target)
-        if len(found) > 1:
-            wanted = f"none alone has the target's name, {target}" if target else "and it is not said which is meant"
-            raise BadInput(f"{self.url}: serves several models, {shown}: {wanted}; let it serve one by that name")
-        return replace(self, model=next(iter(found.values())))
-
-    def facts(self) -> ServerFacts:
-        """Raises BadInput as `serving`."""
-        cards, told = {card["id"]: card for card in self._cards()}, self.json("/version")
-        card = cards.get(self.model, {})
-        length = card.get("max_model_len") or cards.get(card.get("parent", ""), {}).get("max_model_len")
-        return ServerFacts(told.get("version") if isinstance(told, dict) else None, length)
-
-    def _cards(self) -> list[dict[str, Any]]:
-        """What it says of each model that it serves, at least its `id`."""
+        Raises: BadInput if it does not answer, refuses the key, or serves no such model."""
         status, body = self.get("/v1/models")
         if status in (401, 403):
             raise BadInput(
                 f"{self.url}: {status}: it refuses the key in {KEY_NAME}" + ("" if self.key else ", none is set")
             )
         try:
-            cards = [{**entry, "id": str(entry["id"])} for entry in json.loads(body)["data"]]
+            names = [str(entry["id"]) for entry in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
-            cards = []
-        if status != 200 or not cards:
+            names = []
+        if status != 200 or not names:
             raise BadInput(f"{self.url}: /v1/models answers {status}: no OpenAI-compatible server")
-        return cards
+        if model and model not in names:
+            raise BadInput(f"{self.url}: serves {', '.join(names[:5])}, not {model}")
+        return replace(self, model=model or names[0])
 
     def read(self, path: str) -> str | None:
         """The text at a path; None if there is none."""
@@ -149,19 +120,6 @@ class Address:
             return None if text is None else json.loads(text)
         except ValueError:
             return None
-
-
-def models_of(cards: Sequence[dict[str, Any]], target: str) -> dict[str, str]:
-    """Names of the models that may be the target, by what they are: those of its name or path, else of its last part,
-    else all. Adapters (with a `parent`) are left out, and two names of one `root` are one model."""
-    own = [card for card in cards if not card.get("parent")] or cards
-    paths = [{card["id"], str(card.get("root") or card["id"])} for card in own]
-    last = PurePath(target).name.lower()
-    same = [target in one for one in paths]
-    alike = [bool(last) and last in {PurePath(path).name.lower() for path in one} for one in paths]
-    chosen = next((some for some in (same, alike) if any(some)), [True] * len(own))
-    found = [card for card, is_chosen in zip(own, chosen, strict=True) if is_chosen]
-    return {str(card.get("root") or card["id"]): card["id"] for card in reversed(found)}  # of several names the first
 
 
 def first_answer(addresses: Sequence[Address], ask: Callable[[Address], T]) -> T:
