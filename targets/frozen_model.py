@@ -84,7 +84,7 @@ class FrozenModel:
         self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
         self._tokenizer: Any = None
         self._source = source
-        self.has_vision = source is None  # whether the parts that read images are there, see images/rows.py
+        self.has_vision = source is None  # whether the parts that read images are there, see `Target.load_vision`
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size

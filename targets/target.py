@@ -18,11 +18,11 @@ from .cpu.joined_decoder import JoinedDecoder
 from .cpu.packing import pack_linears
 from .cpu.products import wide_products
 from .frozen_model import FrozenModel
-from .images.rows import read_image_row
+from .images.image_rows import read_image_row
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
 from .layers.target_output import TargetOutput
-from .loading import Checkpoint, TargetConfig, found_path, load_model, read_model_config
+from .loading import Checkpoint, TargetConfig, found_path, load_model, read_model_config, restore_other_modalities
 from .weights.served_adapter import AdapterInfo, ServedAdapter, ServedWeights, is_checkpoint
 
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -203,6 +203,13 @@ class Target(FrozenModel):
                 chooses=chooses,
             )
         return self._output(post_norm.to(input_ids.device), feature_layers, self._best if chooses else None)
+
+    def load_vision(self) -> None:
+        """Load the parts that read images, if they are not there yet."""
+        if not self.has_vision:
+            whole, _ = load_model(self.source, device="cpu", is_whole=True)
+            restore_other_modalities(self.model, whole, self.device)
+            self.has_vision = True
 
     def forward_with_pictures(
         self,

@@ -14,7 +14,7 @@ from ...heads.drafting.drafter import Drafter, Reading
 from ...heads.drafting.trees import Draws, DynamicTree, Proposal, Tree
 from ...targets.caches.cache import EXTENT_STEP, SlotCache, in_steps
 from ...targets.caches.tree_nodes import ancestors
-from ...targets.images.rows import shifts_positions
+from ...targets.images.image_rows import shifts_positions
 from ...targets.layers.target_output import TargetOutput
 from ...targets.prefill import read_prompts
 from ...targets.target import Target

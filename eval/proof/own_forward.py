@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 
 from ...targets.caches.attention import any_shape
 from ...targets.check import own_attention
+from ...targets.images.image_rows import forgetting_positions, own_inputs
 from ...targets.images.pictures import pictures_of
-from ...targets.images.rows import forgetting_positions, own_inputs
 from ...targets.target import Target
 from .own_sampling import NoiseOfText
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...base.errors import BadInput
 from ..caches.cache import SlotCache, cache_argument
-from ..loading import load_model, restore_other_modalities
 from .reader import ImageReader, reader_of
 
 
@@ -22,10 +21,7 @@ def image_reader(target: Any) -> ImageReader:
         raise BadInput(f"target {target.name}: reads no pictures")
     if target.is_spread or target.is_sharded:
         raise BadInput(f"target {target.name}: reads pictures on one device alone")
-    if not target.has_vision:
-        whole, _ = load_model(target.source, device="cpu", is_whole=True)
-        restore_other_modalities(target.model, whole, target.device)
-        target.has_vision = True
+    target.load_vision()
     return reader
 
 
