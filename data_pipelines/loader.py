@@ -54,18 +54,24 @@ class TrainingBatch:
     weights: Tensor | None  # [B, T]
     output: TargetOutput | None  # None: the target has to run
     num_tokens: int  # without padding
+    pictures: Sequence[tuple[str, ...]] = ()  # of each row
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         def moved(value: Any) -> Any:
             return None if value is None else value.to(device, non_blocking=True)
 
-        output = self.output and TargetOutput(moved(self.output.features), moved(self.output.post_norm))
+        output = self.output
+        if output is not None:
+            output = replace(
+                output, **{name: moved(getattr(output, name)) for name in ("features", "post_norm", "shift")}
+            )
         tensors = {name: moved(getattr(self, name)) for name in ("input_ids", "loss_mask", "weights")}
         return replace(self, **tensors, output=output)
 
-    def filled(self, read: Callable[[Tensor], TargetOutput]) -> DraftBatch:
-        """The input of a head's loss. Args: read: runs the target; called if no states are stored."""
-        return DraftBatch(self.input_ids, self.loss_mask, self.output or read(self.input_ids), self.weights)
+    def filled(self, read: Callable[..., TargetOutput]) -> DraftBatch:
+        """The input of a head's loss. Args: read: as `DraftHead.read_target`; called if no states are stored."""
+        output = self.output or read(self.input_ids, *([self.pictures] if any(self.pictures) else []))
+        return DraftBatch(self.input_ids, self.loss_mask, output, self.weights)
 
 
 def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float] | None = None) -> TrainingBatch:
@@ -88,8 +94,12 @@ def collate(rows: Sequence[StoredSample], *, segment_weights: Mapping[str, float
         segments[i, :num] = torch.from_numpy(stored.sample.segments).long()
         if output is not None and stored.states is not None:
             output.features[i, :num], output.post_norm[i, :num] = stored.states.features, stored.states.post_norm
+            if stored.states.shift is not None:
+                output.shift = torch.zeros(shape, dtype=torch.long) if output.shift is None else output.shift
+                output.shift[i, :num] = stored.states.shift
     loss_mask[:, 0] = False
     weights = None
     if segment_weights:
         weights = torch.tensor([segment_weights.get(name, 1.0) for name in SEGMENTS])[segments]  # [B, T]
-    return TrainingBatch(input_ids, loss_mask, weights, output, num_tokens=sum(lengths))
+    pictures = [stored.sample.pictures for stored in rows]
+    return TrainingBatch(input_ids, loss_mask, weights, output, num_tokens=sum(lengths), pictures=pictures)

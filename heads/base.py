@@ -226,9 +226,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         """The loss; named forward so that distributed wrappers see it."""
         return self.loss(batch, denominators)
 
-    def read_target(self, input_ids: Tensor) -> TargetOutput:
-        """What this head reads of the target on whole rows [B, T]."""
-        return self.target.read_texts(input_ids, feature_layers=self.feature_layers)
+    def read_target(self, input_ids: Tensor, pictures: Sequence[Sequence[str]] = ()) -> TargetOutput:
+        """What this head reads of the target on whole rows [B, T]. Args: pictures: as in `Target.read_texts`."""
+        return self.target.read_texts(input_ids, feature_layers=self.feature_layers, pictures=pictures)
 
     def training_starts(self, loss_mask: Tensor) -> ChainStarts:
         """The chains that a step trains on, of rows with loss_mask [B, T]: all that decoding could run, unless the

@@ -238,7 +238,7 @@ class Eagle3Head(RecurrentHead):
             super().commit(state, read)
             return
         num_more = self.num_depths - 1
-        state.extent = read.extent or state.cache.max_length
+        state.extent, state.shift = read.extent or state.cache.max_length, read.shift
         tokens, is_read = with_masks_behind(  # [B, Q + K - 1]
             read.next_tokens, read.last + 1, num_more=num_more, mask_token=self.mask_token
         )
@@ -277,7 +277,7 @@ class Eagle3Head(RecurrentHead):
     @torch.no_grad()
     def propose(self, state: ChainState, *, num_draft_tokens: int) -> Proposal:
         chains = self.chains
-        if chains is None or not chains.layers.is_for(state.hidden):
+        if chains is None or state.shift is not None or not chains.layers.is_for(state.hidden):
             return super().propose(state, num_draft_tokens=num_draft_tokens)
         tables = self.rotary.tables(state.cache.max_length, like=state.hidden)
         drafted = chains.draft(state.hidden, state.cache, tables, state.position, num_tokens=num_draft_tokens)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..targets.caches.attention import grouped_attention
-from ..targets.caches.cache import SlotCache, newest_slots, seen_by_children
+from ..targets.caches.cache import SlotCache, newest_slots, placed, seen_by_children
 from ..targets.cpu.decoder import CpuLayers
 from ..targets.cpu.packing import pack_linears
 from ..targets.cpu.products import TILE
@@ -93,6 +93,7 @@ class ChainState:
     hidden: Tensor  # [B, F, D] the head's output for the last expansion
     seen: Tensor  # [B, F, n] bool, which of n drafted nodes each token of the last expansion attends to
     depths: Tensor  # [n] of these nodes, from 1 on
+    shift: Tensor | None = None  # as in `Reading`
 
     @classmethod
     def of(cls, cache: SlotCache, *, batch_size: int, like: Tensor) -> "ChainState":
@@ -137,7 +138,7 @@ class OwnOutputReader(Windowed, DraftHead):
 
     @torch.no_grad()
     def commit(self, state: ChainState, read: Reading) -> None:
-        state.extent = read.extent or state.cache.max_length
+        state.extent, state.shift = read.extent or state.cache.max_length, read.shift
         state.hidden = self._last_output(state, read)  # [B, 1, D]
         state.position = read.start + read.last
         state.seen, state.depths = state.seen[:, :1, :0], state.depths[:0]
@@ -195,7 +196,7 @@ class RecurrentHead(OwnOutputReader):
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
         run = self.runner(starts, like=x)
         for depth in range(starts.num_depths):
-            rotary = self.rotary(starts.take(batch.positions) + depth, like=x, num_positions=limit)
+            rotary = self.rotary(starts.take(batch.places) + depth, like=x, num_positions=limit)
             if depth == 0:
                 hidden, contexts = run(self._step, hidden, x, rotary, contexts)  # [B, S, D]
             else:
@@ -205,7 +206,7 @@ class RecurrentHead(OwnOutputReader):
 
     def _contexts(self, x: Tensor, hidden: Tensor, batch: DraftBatch, starts: ChainStarts, limit: int) -> list[Context]:
         """For each layer, keys and values of true features at all positions [B, T], seen up to each chain's start."""
-        rotary = self.rotary(batch.positions, like=hidden, num_positions=limit)
+        rotary = self.rotary(batch.places, like=hidden, num_positions=limit)
         seen = batch.sight(starts, window=self.window)
         first, *further = self.decoder_layers
         contexts, last = [Context(*first.keys_values(x, rotary), seen)], first
@@ -262,7 +263,8 @@ class RecurrentHead(OwnOutputReader):
         x, hidden = self.read(read.next_tokens, self.features(read.output))
         state.cache.seek(positions, extent=state.extent)
         tables = self.rotary.tables(state.cache.max_length, like=x)
-        packed.write(self.decoder_layers[0].normalised(x), state.cache, tables, positions)
+        places = placed(positions, state.shift)
+        packed.write(self.decoder_layers[0].normalised(x), state.cache, tables, places)
         return self._through(state, x[rows, last], hidden[rows, last], positions[rows, last])
 
     def _decode(
@@ -276,6 +278,7 @@ class RecurrentHead(OwnOutputReader):
         """Through the layers: what `read` gives, x [B, Q, in] and hidden [B, Q, D] -> [B, Q, D]."""
         cache, layers, packed = state.cache, self.decoder_layers, self.packed
         packed = packed if packed is not None and packed.is_for(hidden) else None
+        places = placed(positions, state.shift)
         if packed is None or in_tree or self.window is not None:
             mask = state.seek(positions, in_tree=in_tree, dtype=hidden.dtype, window=self.window)
         else:
@@ -283,9 +286,9 @@ class RecurrentHead(OwnOutputReader):
             cache.seek(positions, extent=state.extent)
         if packed is not None:
             tables, read = self.rotary.tables(cache.max_length, like=x), layers[0].normalised(x)
-            return packed(layers[0].residual(hidden), cache, tables, positions, mask=mask, read=read)
+            return packed(layers[0].residual(hidden), cache, tables, places, mask=mask, read=read)
         assert mask is not None
-        rotary = self.rotary(positions, like=x, num_positions=cache.max_length)
+        rotary = self.rotary(places, like=x, num_positions=cache.max_length)
         for i, layer in enumerate(layers):
             keys, values = cache.update(*layer.keys_values(x, rotary), i)
             hidden = x = layer(x, hidden, rotary, Context(keys, values, mask))

@@ -84,6 +84,7 @@ class FrozenModel:
         self.stored_fingerprint = fingerprint  # of the weights without the adapter, by which heads know their target
         self._tokenizer: Any = None
         self._source = source
+        self.has_vision = source is None  # whether the parts that read images are there, see `Target.load_vision`
         self._ends: dict[Any, frozenset[int]] = {}  # by what the configs say: `eos_token_ids`
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
@@ -147,8 +148,13 @@ class FrozenModel:
     def tokenizer(self) -> Any:
         """The target's own tokenizer, loaded on first use."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(replace(self._source or TargetConfig(path=self.name), path=self.name))
+            self._tokenizer = load_tokenizer(self.source)
         return self._tokenizer
+
+    @property
+    def source(self) -> TargetConfig:
+        """What it is loaded by, without an adapter."""
+        return replace(self._source or TargetConfig(path=self.name), path=self.name, adapter=None)
 
     @property
     def is_spread(self) -> bool:
@@ -181,7 +187,7 @@ class FrozenModel:
             why = f"{self.undecodable}, so this target can be trained on, but not decoded"
             raise BadInput(f"target {self.name}: {why}")
         if not self.has_states:
-            return SlotCache(num_layers=len(self.kept), max_length=max_length)
+            return SlotCache(num_layers=len(self.kept), max_length=max_length, num_rows=num_rows)
         sizes: dict[str, Any] = {"max_length": max_length, "num_rows": num_rows, "width": width}
         return StateCache(self.kept, **sizes, continues_prompts=self.continues_prompts, device=self.device)
 

@@ -208,10 +208,12 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(hashed(config.to_dict()), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def load_model(target: TargetConfig, *, device: str | torch.device | None = None) -> tuple[Any, str]:
+def load_model(
+    target: TargetConfig, *, device: str | torch.device | None = None, is_whole: bool = False
+) -> tuple[Any, str]:
     """Load a Hugging Face causal language model; returns it and the fingerprint of its weights.
 
-    Args: device: ignored if the config has a device_map.
+    Args: device: ignored if the config has a device_map. is_whole: with the parts that read images and sound.
     Raises: BadInput if there is no such model or device, or the checkpoint lacks weights.
     """
     path, wanted, config = target.path, torch_dtype(target.dtype), read_model_config(target)
@@ -244,7 +246,8 @@ def load_model(target: TargetConfig, *, device: str | torch.device | None = None
         )
     if info["missing_keys"]:
         raise BadInput(f"target {path}: weights missing in the checkpoint: {sorted(info['missing_keys'])[:3]} ...")
-    drop_other_modalities(model)
+    if not is_whole:
+        drop_other_modalities(model)
     fingerprint = Checkpoint.of(target, config).fingerprint()
     if target.device_map is not None:
         return model, fingerprint
@@ -351,3 +354,11 @@ def drop_other_modalities(model: Any) -> None:
             if isinstance(part, PreTrainedModel) and part is not inside_next:
                 setattr(inside, name, None)
         inside = inside_next
+
+
+def restore_other_modalities(model: Any, whole: Any, device: torch.device) -> None:
+    """Undo `drop_other_modalities`, with the parts of another copy of the model."""
+    for path, part in list(whole.named_modules()):
+        owner, _, name = path.rpartition(".")
+        if path and getattr(model.get_submodule(owner), name, part) is None:
+            setattr(model.get_submodule(owner), name, part.to(device).eval().requires_grad_(False))

@@ -1,5 +1,7 @@
 """Reading prompts into a target's cache: in chunks, and row by row where padding would be read too."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,19 +20,27 @@ def read_prompts(
     *,
     num_kept: int = 0,
     feature_layers: tuple[int, ...] = (),
+    pictures: Sequence[Sequence[str]] = (),
 ) -> TargetOutput:
     """Read right-padded prompts [B, T] of num_valid [B] tokens; returns the states there, [B, T, ...].
 
-    Args: target: a `Target`. num_kept: tokens of each that the cache has; 0 with a `StateCache`. feature_layers: as in
-        `Target.forward`.
+    Args: target: a `Target`. num_kept: tokens of each that the cache has; 0 with a `StateCache` or pictures.
+        feature_layers: as in `Target.forward`. pictures: of each row; empty: none has any.
     """
-    if not isinstance(cache, StateCache):
+    if not any(pictures) and cache.shift is not None:
+        cache.shift.zero_()
+    if not isinstance(cache, StateCache) and not any(pictures):
         return read_in_chunks(target, tokens, cache, num_kept=num_kept, feature_layers=feature_layers)
     outputs = []
     for row, length in enumerate(num_valid.tolist()):
-        alone = cache if cache.num_rows == 1 else cache.row_reader()
-        with alone.prompts():
-            outputs.append(read_in_chunks(target, tokens[row : row + 1, :length], alone, feature_layers=feature_layers))
+        alone, text = cache if cache.num_rows == 1 else cache.row_reader(), tokens[row : row + 1, :length]
+        with alone.prompts() if isinstance(alone, StateCache) else nullcontext():
+            if any(pictures) and pictures[row]:
+                given = {"feature_layers": feature_layers, "cache": alone}
+                outputs.append(target.forward_with_pictures(text, pictures[row], **given))
+            else:
+                alone.set_shift(0, None)
+                outputs.append(read_in_chunks(target, text, alone, feature_layers=feature_layers))
         if length > 0 and alone is not cache:
             cache.take_row(row, alone, 0)
     return TargetOutput.padded(outputs, tokens.shape[1])

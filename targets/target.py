@@ -1,5 +1,6 @@
 """The frozen target model: hidden states of chosen layers, embedding, output logits, caches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BadInput
-from .caches.cache import SlotCache
+from .caches.cache import SlotCache, placed
 from .check import check_target, has_values
 from .cpu.build import instruction_set, multiplies_bf16
 from .cpu.decoder import CpuDecoder, most_kernel_tokens
@@ -17,10 +18,11 @@ from .cpu.joined_decoder import JoinedDecoder
 from .cpu.packing import pack_linears
 from .cpu.products import wide_products
 from .frozen_model import FrozenModel
+from .images.image_rows import read_image_row
 from .layers.documents import Documents
 from .layers.own_masks import MaskOf
 from .layers.target_output import TargetOutput
-from .loading import Checkpoint, TargetConfig, found_path, load_model, read_model_config
+from .loading import Checkpoint, TargetConfig, found_path, load_model, read_model_config, restore_other_modalities
 from .weights.served_adapter import AdapterInfo, ServedAdapter, ServedWeights, is_checkpoint
 
 MOST_DECODED = 256  # positions whose logits the decoder computes
@@ -195,18 +197,58 @@ class Target(FrozenModel):
                 positions,
                 cache,
                 None if is_exact else partial(cache.mask, positions, dtype=self.dtype, seen=seen),
-                is_chain=seen is None,
+                is_chain=seen is None and cache.shift is None,
                 places=cache.places(positions[:, 0], positions[:, 1:]) if has_places else None,
                 is_round=is_round,
                 chooses=chooses,
             )
-        post_norm = post_norm.to(input_ids.device)  # a copy only for a target on several devices
-        chosen = [self._entering.states[i].to(input_ids.device) for i in feature_layers]
-        features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
-        return TargetOutput(features, post_norm, self._best if chooses else None)
+        return self._output(post_norm.to(input_ids.device), feature_layers, self._best if chooses else None)
 
-    def read_texts(self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
-        """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU."""
+    def load_vision(self) -> None:
+        """Load the parts that read images, if they are not there yet."""
+        if not self.has_vision:
+            whole, _ = load_model(self.source, device="cpu", is_whole=True)
+            restore_other_modalities(self.model, whole, self.device)
+            self.has_vision = True
+
+    def forward_with_pictures(
+        self,
+        input_ids: Tensor,
+        pictures: Sequence[str],
+        *,
+        feature_layers: tuple[int, ...] = (),
+        cache: SlotCache | None = None,
+    ) -> TargetOutput:
+        """`forward` of one row [1, T] whose image tokens are of these pictures, in order.
+
+        Args: cache: of one row, which is filled from its start. Raises: BadInput if the target reads no pictures.
+        """
+        self._entering.choose(set(feature_layers))
+        post_norm, shift = read_image_row(self, input_ids, pictures, cache)
+        return replace(self._output(post_norm, feature_layers), shift=shift)
+
+    def _output(self, post_norm: Tensor, feature_layers: tuple[int, ...], best: Tensor | None = None) -> TargetOutput:
+        """The states of the last forward. Only for a target on several devices something is copied."""
+        chosen = [self._entering.states[i].to(post_norm.device) for i in feature_layers]
+        features = torch.stack(chosen, 2) if chosen else post_norm.new_empty(*post_norm.shape[:2], 0, self.hidden_size)
+        return TargetOutput(features, post_norm, best)
+
+    def read_texts(
+        self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = (), pictures: Sequence[Sequence[str]] = ()
+    ) -> TargetOutput:
+        """`forward` of [B, T] without a cache; text by text with the decoder where that is faster: bf16 on a CPU.
+
+        Args: pictures: of each row; empty: none has any. Rows with some are read one by one.
+        """
+        if any(pictures):
+            rows = zip(input_ids.split(1), pictures, strict=True)
+            alone = [
+                self.forward_with_pictures(row, shown, feature_layers=feature_layers)
+                if shown
+                else self.read_texts(row, feature_layers=feature_layers)
+                for row, shown in rows
+            ]
+            return TargetOutput.padded(alone, input_ids.shape[1])
         decoder, length = self.decoder, input_ids.shape[1]
         if not isinstance(decoder, CpuDecoder) or length > decoder.most_tokens:
             return self.forward(input_ids, feature_layers=feature_layers)
@@ -234,6 +276,7 @@ class Target(FrozenModel):
             is_chain: whether the mask is causal: each token sees the slots up to its own. places: of a tree, as
                 `SlotCache.places` gives them.
         """
+        positions = placed(positions, cache.shift)
         if cache.extent > self.num_positions:  # drafts there are never accepted, but embeddings need an index
             positions = positions.clamp(max=self.num_positions - 1)
         if (decoder := self.decoder) is not None and input_ids.numel() <= decoder.most_tokens:

@@ -20,6 +20,7 @@ from ..eval.measurement.breakdown import acceptance_part
 from ..heads.base import DraftBatch, DraftHead, LossOutput
 from ..heads.drafting.windowed import Windowed
 from ..heads.loss.calibration import NUM_BINS, ConfidenceLine, count_accepted, fit_confidence
+from ..targets.images.pictures import pictures_of, with_pictures
 from .backend import Backend
 from .watching.stopping import Watchdog
 
@@ -87,7 +88,7 @@ class Validation:
         self.rows, self.most_rows = rows[rank::num_ranks], -(-len(rows) // num_ranks)  # of this rank, of any
         room = max(target.num_positions - config.decode_tokens, 0) if target.can_decode else 0
         num = PROMPTS if config.decode_prompts is None else config.decode_prompts
-        prompts = [prompt_of(row.sample)[-room:] for row in rows[:num]] if room else []
+        prompts = [prompt_of(row.sample, room) for row in rows[:num]] if room else []
         self.prompts, self.num_prompts = prompts[rank::num_ranks], len(prompts)
         self.num_draft = min(backend.head.num_depths, backend.head.default_draft_tokens)
         if config.decode_window:
@@ -159,7 +160,8 @@ class Validation:
         for i, (row, prompt) in enumerate(zip(rows, self.prompts, strict=True)):
             input_ids[i, : len(row)] = torch.tensor(row)
             loss_mask[i, len(prompt) : len(row)] = True
-        out = self._forced(head, DraftBatch(input_ids, loss_mask, head.read_target(input_ids)))
+        output = head.read_target(input_ids, [pictures_of(prompt) for prompt in self.prompts])
+        out = self._forced(head, DraftBatch(input_ids, loss_mask, output))
         return decoded, expected_acceptance(out.starts, out.hits, num_draft_tokens=num_draft)
 
     def _over_ranks(self, counts: Acceptance) -> AcceptancePart:
@@ -169,7 +171,9 @@ class Validation:
         return acceptance_part(Acceptance(total[0], total[1], tried, taken))
 
 
-def prompt_of(sample: Sample) -> list[int]:
-    """The tokens before the first supervised one; for a text that is supervised from its start, its first tokens."""
+def prompt_of(sample: Sample, room: int) -> list[int]:
+    """The last `room` tokens before the first supervised one; for a text that is supervised from its start, of its
+    first tokens."""
     first = int(sample.loss_mask.argmax())
-    return sample.input_ids[: first if first > 1 else PLAIN_PROMPT].tolist()
+    ids = sample.input_ids[: first if first > 1 else PLAIN_PROMPT].tolist()
+    return with_pictures(ids[-room:], sample.pictures if len(ids) <= room else ())

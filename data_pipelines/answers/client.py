@@ -19,6 +19,7 @@ from ...engines.servers.address import NOT_ANSWERED, OF_A_KEY, STOPPING, Address
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
+from ...targets.images.pictures import UnreadablePicture
 from ..rows.traffic import reason_of
 from .conversations import Answer, ChatRequest, Failure, SamplingConfig
 from .regenerate import ClientConfig
@@ -164,7 +165,10 @@ class OpenAIClient:
 
         sampling, variables = request.sampling, variables_of(request)
         extra = self._extra(sampling, {**optional, **({VARIABLES: variables} if variables else {})})
-        messages: Any = [for_api(message) for message in request.messages]
+        try:
+            messages: Any = [for_api(message) for message in request.messages]
+        except UnreadablePicture as error:
+            raise Failure(str(error)) from error
         tools: Any = request.tools
         response = server.client.chat.completions.with_raw_response.create(
             model=self.model,

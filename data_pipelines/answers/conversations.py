@@ -8,7 +8,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import naming_faults
-from ...targets.chat.messages import Message, script_of
+from ...targets.chat.messages import Message, script_of, text_in
 from ...targets.chat.prompts import plain_prompt
 from ...targets.chat.rows import (
     VARIABLES,
@@ -102,7 +102,7 @@ class Exchange:
     @property
     def length(self) -> int:
         """Characters of the given messages, to group conversations of similar length."""
-        return sum(len(message["content"]) for message in self.script if message is not None)
+        return sum(len(text_in(message["content"])) for message in self.script if message is not None)
 
     @property
     def beginning(self) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...engines.servers.address import NOT_ANSWERED, Address
 from ...targets.chat.written_ids import NEW_KEYS
+from ...targets.images.pictures import pictures_of
 from .as_ids import AsIds
-from .client import AttemptFailed, OpenAIClient, Server
+from .client import AS_WRITTEN, AttemptFailed, OpenAIClient, Server
 from .conversations import Answer, ChatRequest, Failure
 from .regenerate import ClientConfig
 
@@ -16,7 +17,8 @@ ENDED_BY = ("stop_reason", "matched_stop")  # the end token that a choice names,
 
 
 class IdsClient(OpenAIClient):
-    """As `OpenAIClient`, for vLLM and SGLang."""
+    """As `OpenAIClient`, for vLLM and SGLang. Of prompts with pictures the messages are sent, and the ids compared that
+    the server made of them."""
 
     def __init__(self, addresses: Sequence[Address], *, model: str, config: ClientConfig, as_ids: AsIds):
         super().__init__(addresses, model=model, config=config)
@@ -30,6 +32,8 @@ class IdsClient(OpenAIClient):
 
     def _asked(self, server: Server, request: ChatRequest, optional: dict[str, Any]) -> bytes:
         sampling = request.sampling
+        if pictures_of(request.prompt):  # ids have no room for them
+            return super()._asked(server, request, {**optional, **AS_WRITTEN, "stop_token_ids": self.ends})
         response = server.client.completions.with_raw_response.create(
             model=self.model,
             prompt=request.prompt,
@@ -43,11 +47,12 @@ class IdsClient(OpenAIClient):
 
     def _read(self, payload: bytes, request: ChatRequest, url: str) -> Answer:
         try:
-            [choice, *_] = json.loads(payload)["choices"]
+            data = json.loads(payload)
+            [choice, *_] = data["choices"]
             reason = choice["finish_reason"]
             new = next((choice[key] for key in NEW_KEYS if choice.get(key)), [])
             tokens = [int(token) for token in new]
-            prompt = choice.get("prompt_token_ids")
+            prompt = choice.get("prompt_token_ids") or data.get("prompt_token_ids")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AttemptFailed(f"{url}: not a completion but {payload[:60]!r}") from error
         if reason in NOT_ANSWERED:

@@ -15,6 +15,7 @@ from typing import Any
 from ...targets.chat.messages import REASONING_KEYS, Message
 from ...targets.chat.prompts import RENDER_ERRORS, ChatTemplate
 from ...targets.chat.written_ids import Written, joined
+from ...targets.images.pictures import sources_in
 from .rendering import Rendering, Unproved, close, num_common
 from .segments import Span, TokenTable, token_table
 from .turn_by_turn import spans_turn_by_turn
@@ -39,7 +40,8 @@ class Chat(ChatTemplate):
         """
         whole = Rendering.of(self.render_text(messages), self.table)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.tokenizer.is_fast and re.search(r"\{%-?\s*generation\s*-?%\}", self.template):
+        is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) and not sources_in(messages)
+        if self.tokenizer.is_fast and is_marked:
             spans = self._spans_by_template(messages)
         else:
             try:
@@ -71,7 +73,7 @@ class Chat(ChatTemplate):
     def _spans_by_template(self, messages: list[Message]) -> list[Span]:
         """The answers' spans from the template's own `{% generation %}` blocks."""
         encoded = self.tokenizer.apply_chat_template(
-            messages,
+            self.as_taken(messages),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},

@@ -14,6 +14,8 @@ from ...targets.chat.messages import Message
 from ...targets.chat.prompts import RENDER_ERRORS, plain_ids
 from ...targets.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
 from ...targets.chat.written_ids import KEY, Written, joined, written_sequences
+from ...targets.images.pictures import UnreadablePicture, sources_in
+from ...targets.images.reader import reader_of
 from ..rows.config import DataConfig
 from ..rows.parallel import in_order
 from ..rows.row_shapes import SHAPES, is_cut
@@ -88,6 +90,8 @@ def encode_or_refuse(
         return encode_row(row, tokenizer, config, vocab_size)
     except UnusableRow as error:
         return Refused("refused by the chat template", str(error))
+    except UnreadablePicture as error:
+        return Refused("a picture is missing or broken", f"{row.origin}: {error}")
     except BadInput as error:
         if row.data.get("input_ids") is not None:
             raise
@@ -115,13 +119,19 @@ def encode_row(
     its later prompts have other tokens. If the row has `truncated: true` or `finish_reason: length`, as rows of
     `headstart data regenerate` may, its last answer has no end token.
 
+    A row with pictures has the target's own image tokens where they are. It is never split, and gives no sample where
+    its maximum length cuts a picture.
+
     Args: vocab_size: of the target's table, which all ids must lie in; None: that of the tokenizer's largest id.
-    Raises: BadInput, naming the row's origin, if it has another shape, a value of the wrong type or no answer, if the
-        chat template refuses it, if the tokenizer has no chat template, or if an id is outside the table.
+    Raises: UnreadablePicture; BadInput, naming the row's origin, if it has another shape, a value of the wrong type or
+        no answer, if the chat template refuses it, if the tokenizer has none, or if an id is outside the table.
     """
     table = token_table(tokenizer)
     with naming_faults(row.data, row.origin):
         sequences, source = ids_of(row, table, config, vocab_size or table.size)
+        pictures = pictures_in(row)
+    if pictures and config.too_long == "split":
+        config = replace(config, too_long="cut")
     markers = _markers(table, config)
     samples: list[Sample] = []
     for sequence in sequences[-1:] if config.turns == "last" else sequences:
@@ -137,7 +147,21 @@ def encode_row(
         whole = Sample.of(input_ids, supervised.tolist(), segments=segments.tolist())
         whole.source = source
         samples += _fitted(whole, table, config)
-    return samples
+    return _with_pictures(samples, pictures, row, tokenizer) if pictures else samples
+
+
+def pictures_in(row: Row) -> tuple[str, ...]:
+    """The pictures in a row's messages, in order. Raises BadInput if one is in no known form."""
+    data = known_keys(row.data)
+    return sources_in(chat_of(data, row.origin).messages) if is_chat(data) else ()
+
+
+def _with_pictures(samples: list[Sample], pictures: tuple[str, ...], row: Row, tokenizer: Any) -> list[Sample]:
+    """The samples with those of the row's pictures that are in them; without those that end inside one."""
+    if (reader := reader_of(tokenizer)) is None:
+        raise UnusableRow(row.origin, "the target reads no pictures")
+    within = ((sample, reader.within(sample.input_ids, pictures)) for sample in samples)
+    return [replace(sample, pictures=found) for sample, found in within if found is not None]
 
 
 def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> tuple[list[Written], str]:

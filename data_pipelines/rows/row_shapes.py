@@ -8,9 +8,10 @@ from hashlib import blake2b
 from typing import Any
 
 from ...base.errors import BadInput
-from ...targets.chat.messages import plain_text
+from ...targets.chat.messages import plain_text, text_in
 from ...targets.chat.rows import VARIABLES, answer_in, chat_of, instruction_in, is_chat, known_keys
 from ...targets.chat.written_ids import KEY
+from ...targets.images.pictures import sources_in
 from .sources import Row
 
 SHAPES = (
@@ -116,7 +117,8 @@ def _prompted(data: Mapping[str, Any], prompt: Any, answer: Any, origin: str) ->
 
 def _turn_texts(data: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
     for message in data.get("messages", ()):
-        parts = [message.get("reasoning_content"), message["content"]]
+        parts = [message.get("reasoning_content"), text_in(message["content"])]
+        parts += [f"picture {blake2b(one.encode(), digest_size=8).hexdigest()}" for one in sources_in([message])]
         calls = message.get("tool_calls")
         parts.append(json.dumps(calls, ensure_ascii=False, default=str) if calls else None)
         yield message["role"], "\n".join(part for part in parts if part)

@@ -21,6 +21,7 @@ class Sample:
     loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
     num_cut: int = 0  # tokens at the end of the row that data.max_length cut off; not stored
     source: str = FROM_TEXT
+    pictures: tuple[str, ...] = ()  # at its image tokens, in order, as in targets/images/pictures.py
 
     @classmethod
     def of(
@@ -48,7 +49,7 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Sample)
-            and self.num_cut == other.num_cut
+            and (self.num_cut, self.pictures) == (other.num_cut, other.pictures)
             and all(
                 np.array_equal(getattr(self, name), getattr(other, name))
                 for name in ("input_ids", "segments", "loss_mask")

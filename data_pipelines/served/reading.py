@@ -60,6 +60,7 @@ class ServedReader:
 
     @torch.no_grad()
     def row(self, sample: Sample) -> StoredSample:
+        check_text_alone([sample.pictures])
         features_at, post_norm_at = self.reads.positions(sample.loss_mask)
         states = self._states(sample, features_at | post_norm_at)  # [t, L, D]
         chosen = states[torch.from_numpy(np.flatnonzero(features_at))][:, self.layers]  # [n, L, D]
@@ -90,15 +91,24 @@ class ServedTarget(BareTarget):
         self.server = server
 
     @torch.no_grad()
-    def read_texts(self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
+    def read_texts(
+        self, input_ids: Tensor, *, feature_layers: tuple[int, ...] = (), pictures: Sequence[Sequence[str]] = ()
+    ) -> TargetOutput:
         """The states of rows [B, T]; zero at the last position, which no chain reads: a row with the
-        token that the server generates must fit its context."""
+        token that the server generates must fit its context. Raises BadInput if a row has pictures."""
+        check_text_alone(pictures)
         with ThreadPoolExecutor(AT_ONCE) as threads:
             answers = list(threads.map(self.server.ask, input_ids[:, :-1].tolist()))
         states = torch.stack([answer.states for answer in answers]).to(input_ids.device, self.dtype)  # [B, T - 1, L, D]
         states, given = nn.functional.pad(states, (0, 0, 0, 0, 0, 1)), answers[0].served.layers
         features = states[:, :, [given.index(layer) for layer in feature_layers]]  # [B, T, L, D]
         return TargetOutput(features, final_norm(self)(states[:, :, given.index(self.num_layers)]))
+
+
+def check_text_alone(pictures: Sequence[Sequence[str]]) -> None:
+    """Raises BadInput if there are pictures, as a server is asked for the states of ids alone."""
+    if any(pictures):
+        raise BadInput("rows with pictures: their states are read by the target in this process alone, not by a server")
 
 
 def layers_asked(target: Target, reads: Reads) -> list[int]:

@@ -47,14 +47,19 @@ def start_target(
     Returns: a function that waits for it and returns the samples with their states; it may be called in another thread,
         and raises BadInput if a state is NaN or infinite.
     """
-    output = target.read_texts(padded(samples, device=target.device), feature_layers=reads.layers)
+    texts, pictures = padded(samples, device=target.device), [sample.pictures for sample in samples]
+    output = target.read_texts(texts, feature_layers=reads.layers, pictures=pictures)
     features_at, post_norm_at = zip(*(reads.positions(sample.loss_mask) for sample in samples), strict=True)
     features = start_copy(output.features, features_at, target, storage_dtype)
     post_norm = start_copy(output.post_norm, post_norm_at, target, storage_dtype)
 
+    shifts = [None] * len(samples) if output.shift is None else output.shift.cpu().numpy()
+
     def rows() -> list[StoredSample]:
         states = zip(features_at, features(), post_norm_at, post_norm(), strict=True)
         packed = [PackedStates(*of_row, target.dtype) for of_row in states]
+        for one, sample, shift in zip(packed, samples, shifts, strict=True):
+            one.shift = None if shift is None else shift[: len(sample)]
         return [StoredSample(*pair) for pair in zip(samples, packed, strict=True)]
 
     return rows

@@ -6,6 +6,8 @@ A shard is a safetensors file with these tensors, for R rows with N tokens in to
   features [n, L, D], features_offsets [R + 1]   states of the n tokens with the bit FEATURES
   post_norm [m, D], post_norm_offsets [R + 1]    states of the m tokens with the bit POST_NORM
   features_scales [n, L], post_norm_scales [m]   only if stored with 8 bits, see quantise.py
+  pictures [p], pictures_offsets [R + 1]         JSON of each row's pictures, only if a row has some
+  shift [N]                                      of `TargetOutput`, only if a row has one
 
 offsets[r] and offsets[r + 1] are the first and the end index of row r.
 """
@@ -45,12 +47,14 @@ class PackedStates:
     post_norm_at: np.ndarray  # [T] bool: positions with stored post_norm
     post_norm: Packed  # [m, D]
     dtype: torch.dtype  # of the unpacked states: the target's
+    shift: np.ndarray | None = None  # [T] of `TargetOutput`
 
     def unpacked(self) -> TargetOutput:
         """Features [T, L, D] and post_norm [T, D] of the sample, zero at positions that were not stored."""
         return TargetOutput(
             scattered(unpack(self.features, self.dtype), self.features_at),
             scattered(unpack(self.post_norm, self.dtype), self.post_norm_at),
+            shift=None if self.shift is None else torch.from_numpy(self.shift.astype(np.int64)),
         )
 
 
@@ -141,6 +145,16 @@ def _columns(rows: Sequence[StoredSample]) -> dict[str, list[Tensor]]:
         "input_ids": [torch.tensor(sample.input_ids, dtype=torch.int32) for sample in samples],
         "flags": [torch.from_numpy(row_flags) for row_flags in flags],
     }
+    if any(sample.pictures for sample in samples):
+        texts = [np.frombuffer(json.dumps(sample.pictures).encode(), np.uint8) for sample in samples]
+        columns["pictures"] = [torch.tensor(text) for text in texts]
+        columns["pictures_offsets"] = [_offsets(texts)]
+    if any(row.shift is not None for row in states):
+        shifts = [
+            np.zeros(len(one), np.int32) if row.shift is None else row.shift
+            for one, row in zip(samples, states, strict=True)
+        ]
+        columns["shift"] = [torch.from_numpy(shift.astype(np.int32)) for shift in shifts]
     for name in ("features", "post_norm") if states else ():
         packed: list[Packed] = [getattr(row, name) for row in states]
         columns[f"{name}_offsets"] = [_offsets([row.values for row in packed])]
@@ -200,6 +214,7 @@ class RowFile:
             input_ids=arrays["input_ids"][here],
             segments=flags & np.uint8(SEGMENT),
             loss_mask=(flags & np.uint8(SUPERVISED)) != 0,
+            pictures=self._pictures(index),
         )
         if not self.has_states:
             return StoredSample(sample)
@@ -209,8 +224,15 @@ class RowFile:
             (flags & np.uint8(POST_NORM)) != 0,
             self._packed("post_norm", index),
             getattr(torch, self.metadata["dtype"]),
+            np.array(self._arrays["shift"][here]) if "shift" in self._arrays else None,
         )
         return StoredSample(sample, packed)
+
+    def _pictures(self, index: int) -> tuple[str, ...]:
+        if "pictures" not in self._arrays:
+            return ()
+        here = slice(*self._arrays["pictures_offsets"][index : index + 2].tolist())
+        return tuple(json.loads(self._arrays["pictures"][here].tobytes()))
 
     def _packed(self, name: str, index: int) -> Packed:
         here = slice(*self._arrays[f"{name}_offsets"][index : index + 2].tolist())

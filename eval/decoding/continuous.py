@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from ...targets.images.pictures import pictures_of
 from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .loop import Texts, prefill, run_round
@@ -158,11 +159,12 @@ class _Pass:
     def _num_known(self, prompts: list[list[int]]) -> int:
         """Tokens with which all begin that lie in the reader's cache already, as chat templates begin alike.
 
-        None with recurrent layers, of which only the state behind all of a prompt is kept.
+        None with recurrent layers, of which only the state behind all of a prompt is kept, or with pictures, whose
+        tokens are alike.
         """
-        if not self.last_read or self.engine.target.has_states:
-            return 0
         alike = [*self.last_read, *prompts]
+        if not self.last_read or self.engine.target.has_states or any(map(pictures_of, alike)):
+            return 0
         return min(min(num_shared(alike[0], prompt) for prompt in alike), min(map(len, prompts)) - 1)
 
     def _leave(self, row: int) -> tuple[str, list[int]]:

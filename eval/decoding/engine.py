@@ -14,6 +14,7 @@ from ...heads.drafting.drafter import Drafter, Reading
 from ...heads.drafting.trees import Draws, DynamicTree, Proposal, Tree
 from ...targets.caches.cache import EXTENT_STEP, SlotCache, in_steps
 from ...targets.caches.tree_nodes import ancestors
+from ...targets.images.image_rows import shifts_positions
 from ...targets.layers.target_output import TargetOutput
 from ...targets.prefill import read_prompts
 from ...targets.target import Target
@@ -103,6 +104,8 @@ class Engine:
         self.num_spare = 1 + max(self.num_drafted, tree.num_expanded + 1 if tree else 0)
         self.num_slots = in_steps(max_length + 1 + self.num_spare)
         self.cache: SlotCache = target.new_cache(self.num_slots, num_rows=batch_size, width=1 + self.num_drafted)
+        if steps != "eager" and shifts_positions(target):  # recorded steps read it where it is
+            self.cache.shift = torch.zeros(batch_size, self.num_slots, dtype=torch.long, device=target.device)
         self.replay = Replay(steps, target.device, generator)
         self.compiles_layers = steps == "graph"  # its shapes repeat
         self.drafts_on_host = drafter is not None and drafter.on_host
@@ -117,12 +120,16 @@ class Engine:
         self.no_tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
 
     @on_device
-    def prefill(self, tokens: Tensor, num_valid: Tensor, *, num_kept: int = 0) -> tuple[TargetOutput, Tensor]:
-        """States of right-padded prompts [B, T] behind `num_kept` tokens in the cache; their first tokens [B, 1]."""
+    def prefill(
+        self, tokens: Tensor, num_valid: Tensor, *, num_kept: int = 0, pictures: Sequence[Sequence[str]] = ()
+    ) -> tuple[TargetOutput, Tensor]:
+        """States of right-padded prompts [B, T] behind `num_kept` tokens in the cache; their first tokens [B, 1].
+
+        Args: pictures: of each row; empty: none has any."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
-        run = self._read_prompts
-        if tokens.numel() <= self.recorded_prompts:  # in steps, so that few shapes occur
+        run = partial(self._read_prompts, pictures=pictures)
+        if tokens.numel() <= self.recorded_prompts and not any(pictures):  # in steps, so that few shapes occur
             num_kept -= num_kept % EXTENT_STEP
             tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % EXTENT_STEP))
             run = partial(self.replay, ("prompts", tokens.shape[1], num_kept), run)
@@ -132,10 +139,9 @@ class Engine:
             self.seed.copy_(random_keys([1], self.seed.device, self.generator))
         return output, self._chosen(output.at(num_valid - 1 - num_kept), num_valid[:, None])
 
-    def _read_prompts(self, tokens: Tensor, num_valid: Tensor) -> Tensors:
-        output = read_prompts(
-            self.target, tokens, num_valid, self.cache, num_kept=self.num_kept, feature_layers=self.layers
-        )
+    def _read_prompts(self, tokens: Tensor, num_valid: Tensor, pictures: Sequence[Sequence[str]] = ()) -> Tensors:
+        how = {"num_kept": self.num_kept, "feature_layers": self.layers, "pictures": pictures}
+        output = read_prompts(self.target, tokens, num_valid, self.cache, **how)
         return output.features, output.post_norm
 
     @on_device
@@ -149,7 +155,8 @@ class Engine:
             return None
         if self.drafts_on_host:
             start, num_valid = read.start.cpu(), read.num_valid.cpu()
-            return Reading(read.tokens.cpu(), read.next_tokens.cpu(), read.output, start, num_valid)
+            tokens = read.tokens.cpu(), read.next_tokens.cpu()
+            return Reading(*tokens, read.output, start, num_valid, shift=read.shift)
         prompts = replace(read, extent=self.extent + self.num_spare)
         self.drafter.commit_prompts(self.state, prompts, most=self.target.prompt_chunk)
         return read.again(self.depth + 1)

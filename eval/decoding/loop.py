@@ -11,6 +11,7 @@ from torch import Tensor
 from ...base.errors import BadInput
 from ...heads.drafting.drafter import Drafter, Reading
 from ...heads.drafting.trees import Tree
+from ...targets.images.pictures import pictures_of, with_pictures
 from ...targets.target import Target
 from .engine import DecodeState, Engine
 from .replay import Stopwatch
@@ -45,7 +46,8 @@ class Generation(NamedTuple):
 def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     """A list of rows, from one prompt or several as a tensor [T] or [B, T] or as lists. Raises BadInput if empty."""
     rows: Any = input_ids.tolist() if isinstance(input_ids, Tensor) else input_ids
-    rows = [list(rows)] if len(rows) and isinstance(rows[0], int) else [list(row) for row in rows]
+    rows = [rows] if len(rows) and isinstance(rows[0], int) else rows
+    rows = [with_pictures(list(row), pictures_of(row)) for row in rows]
     if not rows or not all(rows):
         raise BadInput("empty prompt: at least one token per row is needed")
     return rows
@@ -216,12 +218,16 @@ def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, num_kept: int = 0
     """Read the prompts: the target, behind `num_kept` tokens of its cache (no drafter then), and the drafter."""
     started = watch.now()
     tokens, num_valid = right_padded(texts.prompts, engine.target.device)
-    output, last = engine.prefill(tokens, num_valid, num_kept=num_kept)  # last [B, 1]: committed, not yet read
+    pictures = [pictures_of(prompt) for prompt in texts.prompts]
+    output, last = engine.prefill(
+        tokens, num_valid, num_kept=num_kept, pictures=pictures
+    )  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
     first = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
     first.seconds = first.verify_seconds = watch.now() - started
     prefilled = watch.now()
-    read = engine.commit_prompts(Reading(tokens, next_tokens, output, torch.zeros_like(num_valid), num_valid))
+    start, shift = torch.zeros_like(num_valid), engine.cache.shift
+    read = engine.commit_prompts(Reading(tokens, next_tokens, output, start, num_valid, shift=shift))
     return Prefilled(first, DecodeState(read, last, num_valid), watch.now() - prefilled)
 
 
@@ -252,9 +258,10 @@ def run_round(engine: Engine, texts: Texts, state: DecodeState, watch: Stopwatch
         num_valid = num_valid * grows.to(accepted.device)
     read = None
     if engine.drafts_on_host:
-        read = Reading(read_tokens, chosen, output, start[:, 0], (num_accepted[:, 0] + 1) * grows)
+        num_read, shift = (num_accepted[:, 0] + 1) * grows, engine.cache.shift
+        read = Reading(read_tokens, chosen, output, start[:, 0], num_read, shift=shift)
     elif engine.drafter is not None:
-        read = Reading(tokens, committed, output, state.start, num_valid)
+        read = Reading(tokens, committed, output, state.start, num_valid, shift=engine.cache.shift)
     round_.draft_seconds, round_.verify_seconds = watch.between(*marks)
     round_.seconds = time.perf_counter() - started
     return round_, DecodeState(read, committed.gather(1, accepted[:, None]), state.start + num_valid)

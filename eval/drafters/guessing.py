@@ -94,7 +94,8 @@ class Guessing:
         features = post_norm.new_zeros(rows, width, len(self.head.feature_layers), target.hidden_size)
         start = torch.tensor(self.unread.first, device=target.device).clamp(max=extent - width)
         output = TargetOutput(features, post_norm)
-        nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start))  # compiled code knows aliases
+        # tokens as a clone, as compiled code knows aliases
+        nothing = Reading(tokens, tokens.clone(), output, start, torch.zeros_like(start), shift=self.unread.shift)
         self._step(*nothing.tensors)  # the head's caches come into being
         self._replayed(replay, nothing)
 

@@ -29,7 +29,7 @@ class Unread:
     """The positions that a head has not read, by row.
 
     pieces: of each row, in order. first: where its unread positions begin. lengths: how many there are. max_length:
-    slots of a row. extent: of the last reading.
+    slots of a row. extent, shift: of the last reading.
     """
 
     pieces: list[list[Piece]]
@@ -37,6 +37,7 @@ class Unread:
     lengths: list[int]
     max_length: int
     extent: int = 0
+    shift: Tensor | None = None
 
     @classmethod
     def of(cls, batch_size: int, *, max_length: int) -> "Unread":
@@ -75,7 +76,7 @@ class Unread:
             # cloned, as the engine may write the next forward's states into the same memory
             states = (value[row, :count].clone() for value in (output.features, output.post_norm))
             self.pieces[row].append(Piece(tokens, next_tokens, *states))
-        self.extent = read.extent
+        self.extent, self.shift = read.extent, read.shift
 
     def take(self) -> Reading | None:
         """All unread positions as one reading [B, Q], Q those of the row with most; None if there are none. After this,
@@ -101,6 +102,7 @@ class Unread:
             start.to(device),
             torch.tensor(lengths).to(device),
             extent=extent,
+            shift=self.shift,
         )
 
 

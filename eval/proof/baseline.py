@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...base.errors import BadInput
 from ...heads.drafting.trees import Proposal
+from ...targets.images.pictures import pictures_of
 from ..decoding.engine import DecodeState, Engine
 from ..decoding.loop import right_padded
 from ..suites.prompts import Suite
@@ -41,7 +42,7 @@ def decode_baseline(engine: Engine, prompts: list[list[int]], num_tokens: int) -
     """The baseline's next tokens behind each prompt, end tokens or not, and the states [B, n, D] that they are chosen
     from."""
     tokens, start = right_padded(prompts, engine.target.device)
-    output, last = engine.prefill(tokens, start)
+    output, last = engine.prefill(tokens, start, pictures=[pictures_of(prompt) for prompt in prompts])
     chosen, states = [last], [output.at(start - 1).post_norm]
     for count in range(1, num_tokens):
         engine.begin_round(tokens.shape[1] + count)

@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 
 from ...targets.caches.attention import any_shape
 from ...targets.check import own_attention
+from ...targets.images.image_rows import forgetting_positions, own_inputs
+from ...targets.images.pictures import pictures_of
 from ...targets.target import Target
 from .own_sampling import NoiseOfText
 
@@ -36,8 +38,9 @@ def own_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -> Ten
     """[n, V] fp32: from what the model chooses each of n new tokens, in one forward over the whole text."""
     ids = torch.tensor([[*prompt, *new[:-1]]], device=target.device)  # [1, T]
     takes_part = "logits_to_keep" in inspect.signature(target.model.forward).parameters
-    part = {"logits_to_keep": len(new)} if takes_part else {}
-    with own_attention(target), any_shape(ids.device):
+    part: dict[str, Any] = {"logits_to_keep": len(new)} if takes_part else {}
+    part |= own_inputs(target, ids[0].tolist(), pictures_of(prompt))
+    with own_attention(target), any_shape(ids.device), forgetting_positions(target):
         logits = target.model(input_ids=ids, use_cache=False, **part).logits
     return logits[0, -len(new) :].to(target.device).float()
 
@@ -51,8 +54,10 @@ def own_step_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -
         token = torch.tensor([[new[read.shape[1] - len(prompt)]]], device=scores.device)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
+    given = own_inputs(target, prompt, pictures_of(prompt))
     with (
         own_attention(target),
+        forgetting_positions(target),
         generation_config(
             target.model,
             max_new_tokens=len(new),
@@ -62,7 +67,7 @@ def own_step_logits(target: Target, prompt: Sequence[int], new: Sequence[int]) -
             return_dict_in_generate=True,
         ),
     ):
-        generated = target.model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[force])
+        generated = target.model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[force], **given)
     return torch.cat(generated.logits).to(target.device)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...targets.images.pictures import pictures_of
 from ..decoding.engine import Engine
 from ..decoding.loop import Generation, Round, right_padded
 from ..decoding.sampling import noise_keys
@@ -84,7 +85,7 @@ def first_not_replayed(
     texts = run.token_ids
     unproved: Unproved = [None if is_whole(new, max_new_tokens, stop) else len(new) for new in texts]
     tokens, num_valid = right_padded(prompts, engine.target.device)
-    _, first = engine.prefill(tokens, num_valid)
+    _, first = engine.prefill(tokens, num_valid, pictures=[pictures_of(prompt) for prompt in prompts])
     emitted = list(run.rounds[0].num_emitted)
     confirm(unproved, texts, [0] * len(texts), [[token] for token in first[:, 0].tolist()])
     whole = [[*prompt, *new] for prompt, new in zip(prompts, texts, strict=True)]

@@ -11,6 +11,7 @@ from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
 from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, tools_in
+from ...targets.images.pictures import PART, as_part, as_url, is_picture
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
@@ -58,7 +59,8 @@ class Questions:
         """Args: limit: rows of each file. Raises BadInput."""
         asked, left = list[Question](), 0
         for path in paths:
-            rows = [(f"{Path(path).name}:{line}", row) for line, row in iter_jsonl(path)][:limit]
+            found = [(line, as_sent(row, f"{path}:{line}")) for line, row in iter_jsonl(path)][:limit]
+            rows = [(f"{Path(path).name}:{line}", row) for line, row in found]
             if not rows:
                 raise BadInput(f"{path}: no row is in the file")
             asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
@@ -116,6 +118,24 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
     variables.pop(DAY, None)  # a function of templates; as a text it would hide the server's
     body |= {VARIABLES: variables} if variables else {}
     return Question(origin, CHAT, body, ids)
+
+
+def as_sent(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+    """The row with its pictures as data URLs; what is no file here, such as an address in the network, as it is."""
+    if not has_parts(row):
+        return row
+    own = iter(row.get("images") or ())
+
+    def sent(part: Any) -> Any:
+        source = as_part(part, own, origin)[PART] if is_picture(part) else ""
+        is_here = source.startswith("data:") or (source and Path(source).is_file())
+        return {"type": "image_url", "image_url": {"url": as_url(source)}} if is_here else part
+
+    def message(given: Any) -> Any:
+        parts = given.get("content") if isinstance(given, Mapping) else None
+        return {**given, "content": [*map(sent, parts)]} if isinstance(parts, list) else given
+
+    return {**row, "messages": [*map(message, row["messages"])]}
 
 
 def has_parts(row: Mapping[str, Any]) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl, naming_faults
-from ...targets.chat.messages import Message, plain_text, script_of
+from ...targets.chat.messages import Message, plain_text, script_of, text_in
 from ...targets.chat.prompts import ChatTemplate, check_prompt, prompt_ids
 from ...targets.chat.reasoning import template_hash, trace_finder
 from ...targets.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
+from ...targets.images.pictures import pictures_of, sources_in
 from ...targets.loading import quiet_loading
 from ...targets.target import Target
 
@@ -124,7 +125,8 @@ class Suite:
     @property
     def digest(self) -> str:
         """16 hex digits that identify the prompts, without repetitions."""
-        once = self.prompts[: len(self.prompts) - self.num_repeated]
+        once: list[Any] = self.prompts[: len(self.prompts) - self.num_repeated]
+        once = [[ids, *pictures_of(ids)] if pictures_of(ids) else ids for ids in once]
         return hashlib.sha256(json.dumps(once).encode()).hexdigest()[:16]
 
 
@@ -277,4 +279,4 @@ def last_question(messages: Sequence[Message]) -> str | None:
     """The user's last message as `plain_text`, so that it is recognised with another system prompt. None if there is
     none."""
     asked = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-    return plain_text(asked) or None
+    return plain_text(" ".join([*sources_in([{"content": asked}]), text_in(asked)])) or None

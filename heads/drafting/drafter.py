@@ -20,6 +20,7 @@ class Reading:
     target's states. start: [B] the first position. num_valid: [B] valid positions, 0 in rows that had ended; the rest
     were rejected or are padding. extent: all positions of this round, drafts included, are below it; 0: not known.
     follows_draft: these positions verify the drafter's last proposal, a chain, so it has seen the accepted tokens.
+    shift: of the target's cache, see `SlotCache`.
     """
 
     tokens: Tensor
@@ -29,6 +30,7 @@ class Reading:
     num_valid: Tensor
     extent: int = 0
     follows_draft: bool = False
+    shift: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -36,15 +38,17 @@ class Reading:
         return self.start[:, None] + torch.arange(self.tokens.shape[1], device=self.start.device)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor | None, ...]:
         """What recorded steps take in place of a Reading; `of` makes it one again."""
-        return self.tokens, self.next_tokens, self.output.features, self.output.post_norm, self.start, self.num_valid
+        states = self.output.features, self.output.post_norm
+        return self.tokens, self.next_tokens, *states, self.start, self.num_valid, self.shift
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], *, extent: int, follows_draft: bool = False) -> "Reading":
+    def of(cls, tensors: Sequence[Any], *, extent: int, follows_draft: bool = False) -> "Reading":
         """A Reading of these `tensors`."""
-        tokens, next_tokens, features, post_norm, start, num_valid = tensors
-        return cls(tokens, next_tokens, TargetOutput(features, post_norm), start, num_valid, extent, follows_draft)
+        tokens, next_tokens, features, post_norm, start, num_valid, shift = tensors
+        output = TargetOutput(features, post_norm)
+        return cls(tokens, next_tokens, output, start, num_valid, extent, follows_draft, shift)
 
     @property
     def last(self) -> Tensor:
@@ -64,8 +68,10 @@ class Reading:
         offset = self.last.clamp(max=first)  # [B]
         index = offset[:, None] + torch.arange(end - first, device=offset.device)
         rows, num_valid = torch.arange(len(index), device=index.device)[:, None], self.num_valid - offset
-        here = [one[rows, index] for one in self.tensors[:4]]
-        return Reading.of([*here, self.start + offset, num_valid.clamp(0, end - first)], extent=self.extent)
+        states = self.output.features, self.output.post_norm
+        here = [one[rows, index] for one in (self.tokens, self.next_tokens, *states)]
+        behind = self.start + offset, num_valid.clamp(0, end - first), self.shift
+        return Reading.of([*here, *behind], extent=self.extent)
 
     def again(self, width: int) -> "Reading":
         """Each row's last committed position repeated `width` times, num_valid 1: the shape of a round that wide."""
@@ -76,6 +82,7 @@ class Reading:
             TargetOutput(tail.features.repeat(1, width, 1, 1), tail.post_norm.repeat(1, width, 1)),
             self.start + self.last,
             torch.ones_like(self.num_valid),
+            shift=self.shift,
         )
 
 

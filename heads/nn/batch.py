@@ -25,6 +25,11 @@ class DraftBatch:
         """[B, T] index of each token in its row."""
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
 
+    @property
+    def places(self) -> Tensor:
+        """[B, T] where each token is for a rotary embedding: `positions`, but of rows with pictures on three axes."""
+        return self.positions if self.output.shift is None else self.positions + self.output.shift
+
     def sight(self, starts: ChainStarts | None = None, *, window: int | None = None) -> Sight:
         """What queries of attention see of the tokens of their rows: the tokens themselves, or the chains at `starts`.
 

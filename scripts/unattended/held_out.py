@@ -17,7 +17,8 @@ from ...data_pipelines.rows.sources import iter_rows
 from ...data_pipelines.rows.traffic import ServedChat
 from ...eval.figures.metrics import LEAST_TIMED
 from ...targets.chat.messages import plain_text
-from ...targets.chat.rows import VARIABLES
+from ...targets.chat.rows import VARIABLES, chat_of, is_chat
+from ...targets.images.pictures import sources_in
 
 MOST_PROMPTS = 32  # held out by auto, unless its batches are large
 MOST_CONVERSATIONS = 64  # held out by refit
@@ -59,7 +60,10 @@ def read_asked(path: str) -> Iterator[PromptRow]:
         for exchange in exchanges(row, SamplingConfig(), turns="all"):
             told = {"tools": exchange.tools, VARIABLES: exchange.variables}
             question = as_question(exchange.script[: exchange.script.index(None)])
-            yield PromptRow(question, {key: value for key, value in told.items() if value}, row.data)
+            given = chat_of(row.data, row.origin).messages if is_chat(row.data) else []
+            # pictures are named from where the row is, and it is written elsewhere
+            data = {**row.data, "messages": given} if sources_in(given) else row.data
+            yield PromptRow(question, {key: value for key, value in told.items() if value}, data)
 
 
 def as_question(messages: Sequence[Any]) -> str:

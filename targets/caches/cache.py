@@ -82,13 +82,18 @@ class SlotCache(Cache):
     nothing. Works as the `past_key_values` of any Hugging Face model that takes 4D masks.
     """
 
-    def __init__(self, *, num_layers: int, max_length: int):
-        """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit."""
+    def __init__(self, *, num_layers: int, max_length: int, num_rows: int = 1):
+        """Args: max_length: slots per row, in tokens; prompt, new tokens and one round's drafts must fit. num_rows: B,
+        of a cache that is filled row by row."""
         super().__init__(layers=[SlotLayer(max_length) for _ in range(num_layers)])
         self.max_length = self.num_slots = max_length
+        self.num_rows = num_rows
+        # [B, slots] what is added to a slot's number to get the position of its token, on the first of three axes where
+        # rows have pictures; None: nothing
+        self.shift: Tensor | None = None
         self.positions: Tensor = torch.zeros(1, 0, dtype=torch.long)  # [B, Q]
         self.rows: Tensor = torch.zeros(1, 1, dtype=torch.long)  # [B, 1]
-        self.extent = self.num_before = 0
+        self.extent, self.num_before, self.is_exact = 0, 0, False
         # the storage: one tensor [layers, 2, B, Nkv, slots, H] for layers of the same shape, so that their rows and
         # slots are moved at once, and one [B, Nkv, slots, H] each for keys and values of other layers
         self.stored: list[Tensor] = []
@@ -142,7 +147,7 @@ class SlotCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """[B, 1] the slot of each row's first query, for models that bias attention by distance themselves."""
-        return self.positions[:, :1] if self.num_before == 0 else self.num_before
+        return self.num_before if self.is_exact or self.num_before else self.positions[:, :1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """For models that make the mask themselves, where we give none: the query in the last slot sees all before."""
@@ -156,7 +161,8 @@ class SlotCache(Cache):
             extent: number of slots that covers every position in use; attention reads this many, rounded up.
             is_exact: do not round up, so that one query at the last slot needs no mask.
         """
-        self.positions, self.num_before = positions, extent - positions.shape[1] if is_exact else 0
+        self.positions, self.is_exact = positions, is_exact
+        self.num_before = extent - positions.shape[1] if is_exact else 0
         if len(self.rows) != len(positions) or self.rows.device != positions.device:
             self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
         self.extent = extent if is_exact else min(in_steps(extent), self.num_slots)
@@ -252,8 +258,26 @@ class SlotCache(Cache):
         """Whether the layers are allocated, which happens with the first forward."""
         return bool(self.stored)
 
+    def row_reader(self) -> "SlotCache":
+        """A cache for one row, from which `take_row` copies."""
+        return SlotCache(num_layers=len(self.layers), max_length=self.max_length)
+
+    def set_shift(self, row: int, shift: Tensor | None) -> None:
+        """Set the `shift` of a row: [n], of its first slots, the last of all behind them too; None: 0."""
+        if self.shift is None and shift is not None:
+            self.shift = shift.new_zeros(self.num_rows, self.max_length)
+        if self.shift is not None:
+            self.shift[row] = 0 if shift is None else shift[-1]
+            if shift is not None:
+                self.shift[row, : len(shift)] = shift
+
     def take_row(self, row: int, source: "SlotCache", source_row: int) -> None:
         """Copy all that a row holds from another cache with the same layers and length."""
+        self.set_shift(row, None if source.shift is None else source.shift[source_row])
+        if not self.is_filled:
+            for i, layer in enumerate(source.layers):
+                if isinstance(layer, SlotLayer) and layer.is_initialized:
+                    self.layer(i, *(x.expand(self.num_rows, -1, -1, -1) for x in layer.readable_slots(0)))
         for own, copied in zip(self.stored, source.stored, strict=True):
             own.select(-4, row).copy_(copied.select(-4, source_row))
 
@@ -273,3 +297,10 @@ def newest_slots(root: Tensor, seen: Tensor) -> Tensor:
     """[B, Q] slots of the Q nodes last drafted, given the root's slot [B] and their `seen` [B, Q, n]."""
     num_new, num_nodes = seen.shape[1:]
     return root[:, None] + 1 + num_nodes - num_new + torch.arange(num_new, device=root.device)
+
+
+def placed(positions: Tensor, shift: Tensor | None) -> Tensor:
+    """[B, Q] where the tokens at these positions of their rows are for a rotary embedding. Args: shift: of a cache."""
+    if shift is None:
+        return positions
+    return positions + shift.gather(1, positions.expand(len(shift), -1).clamp(max=shift.shape[1] - 1))

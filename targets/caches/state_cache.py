@@ -150,8 +150,8 @@ class StateCache(SlotCache):
         layer_caches: see `kept_by_layers`. num_rows: B. width: the most tokens per row of a round.
         continues_prompts: whether the layers read many tokens behind a state at once; else one at a time.
         """
-        super().__init__(num_layers=len(layer_caches), max_length=max_length)
-        self.kept, self.num_rows, self.width, self.continues_prompts = layer_caches, num_rows, width, continues_prompts
+        super().__init__(num_layers=len(layer_caches), max_length=max_length, num_rows=num_rows)
+        self.kept, self.width, self.continues_prompts = layer_caches, width, continues_prompts
         self.one_row: StateCache | None = None  # see `row_reader`
         for i, layer_cache in enumerate(layer_caches):
             has_keys = isinstance(layer_cache, CacheLayerMixin)
@@ -270,9 +270,6 @@ class StateCache(SlotCache):
 
     def take_row(self, row: int, source: SlotCache, source_row: int) -> None:
         assert isinstance(source, StateCache)
-        for i, layer in enumerate(source.layers):
-            if isinstance(layer, SlotLayer) and layer.is_initialized:
-                self.layer(i, *(x.expand(self.num_rows, -1, -1, -1) for x in layer.readable_slots(0)))
         super().take_row(row, source, source_row)
         for own, copied in zip(self.of_states, source.of_states, strict=True):
             own.take_row(row, copied, source_row, self.num_rows)

@@ -1,12 +1,13 @@
 """Converts chat turns (OpenAI, ShareGPT, responses of OpenAI-compatible servers) to OpenAI messages."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import loads
+from ..images.pictures import PART, as_part, as_url, is_picture
 
 Message = dict[str, Any]
 
@@ -21,20 +22,22 @@ SHAREGPT_KEYS = {"from": "role", "value": "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # message keys for a trace outside the content
 
 
-def normalise(turns: Any, origin: str) -> list[Message]:
-    """Convert OpenAI or ShareGPT turns to OpenAI messages: known roles, text content, tool-call arguments as objects.
+def normalise(turns: Any, origin: str, pictures: Iterable[Any] = ()) -> list[Message]:
+    """Convert OpenAI or ShareGPT turns to OpenAI messages: known roles, tool-call arguments as objects, and as content
+    a text, or where there are pictures a list of parts, as `pictures.as_part` has them.
 
     A reasoning trace under any of REASONING_KEYS is moved to `reasoning_content`.
 
-    Args: origin: where the row was read, the prefix of error messages.
+    Args: origin: where the row was read, the prefix of error messages. pictures: of the row, see `images/pictures.py`.
     Raises: BadInput if there are no turns, a role is unknown, or content or reasoning is not text.
     """
     if not isinstance(turns, list) or not turns:
         raise BadInput(f"{origin}: a chat should be a list of turns with at least one")
-    return [_message(turn, f"{origin}: turn {index}") for index, turn in enumerate(turns)]
+    own = iter(pictures)
+    return [_message(turn, f"{origin}: turn {index}", origin, own) for index, turn in enumerate(turns)]
 
 
-def _message(turn: Any, where: str) -> Message:
+def _message(turn: Any, where: str, origin: str, pictures: Iterator[Any]) -> Message:
     if not isinstance(turn, Mapping):
         raise BadInput(f"{where} should be an object, got {type(turn).__name__}")
     message: Message = {
@@ -44,8 +47,14 @@ def _message(turn: Any, where: str) -> Message:
     if role not in ROLES:
         raise BadInput(f"{where} has the role {role!r}; known are {', '.join(ROLES)}")
     message["role"] = ROLES[role]
-    if isinstance(message.get("content"), list):
-        message["content"] = "".join(_text_of(part, where) for part in message["content"])
+    has_pictures = isinstance(message.get("content"), list) and any(map(is_picture, message["content"]))
+    if has_pictures and message["role"] != "assistant":
+        message["content"] = [
+            as_part(part, pictures, origin) if is_picture(part) else {"type": "text", "text": _text_of(part, where)}
+            for part in message["content"]
+        ]
+    elif isinstance(message.get("content"), list):
+        message["content"] = text_in(message["content"], where)
     traces = [message.pop(key) for key in REASONING_KEYS if key in message]
     if not all(isinstance(trace, str) for trace in traces):
         raise BadInput(f"{where} has reasoning that is not text: {str(traces[0])[:60]}")
@@ -53,7 +62,7 @@ def _message(turn: Any, where: str) -> Message:
         message["reasoning_content"] = next(trace for trace in traces if trace)
     may_be_empty = "tool_calls" in message or "reasoning_content" in message
     message.setdefault("content", "" if may_be_empty else None)
-    if not isinstance(message["content"], str):
+    if not isinstance(message["content"], str) and not has_pictures:
         raise BadInput(f"{where} ({role}) has no text as its content")
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_call_with_object(call) for call in message["tool_calls"]]
@@ -110,6 +119,13 @@ def script_of(messages: list[Message], *, turns: str) -> list[Message | None]:
     return script
 
 
+def text_in(content: Any, where: str = "") -> str:
+    """The text of a message's content, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "".join(_text_of(part, where) for part in content if not (is_picture(part) and not where))
+
+
 def _text_of(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
@@ -125,7 +141,15 @@ def _call_with_object(call: Any) -> Any:
 
 
 def for_api(message: Message) -> Message:
-    """The message with tool-call arguments as JSON text, as OpenAI's API expects them."""
+    """The message as OpenAI's API expects it: tool-call arguments as JSON text, pictures as data URLs.
+
+    Raises: UnreadablePicture."""
+    if isinstance(message.get("content"), list):
+        content = [
+            {"type": "image_url", "image_url": {"url": as_url(part[PART])}} if is_picture(part) else part
+            for part in message["content"]
+        ]
+        message = {**message, "content": content}
     if not isinstance(message.get("tool_calls"), list):
         return message
     calls = []

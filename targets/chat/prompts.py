@@ -14,6 +14,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ...base.errors import BadInput, first_line
+from ..images.pictures import UnreadablePicture, sources_in, with_pictures
+from ..images.reader import reader_of
 from .messages import REASONING_KEYS, Message, place_reasoning
 from .reasoning import think_markers
 from .rows import DAY, STANDARD_DAY, ChatRow, UnusableRow, Variables, chat_of, instruction_in, is_chat, known_keys
@@ -46,6 +48,11 @@ class ChatTemplate:
         return _traits(self.tokenizer, self.template)[1]
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether the template reads contents as lists of parts alone."""
+        return _traits(self.tokenizer, self.template)[2]
+
+    @property
     def prints_day(self) -> bool:
         return DAY in self.template
 
@@ -65,10 +72,23 @@ class ChatTemplate:
         return {"chat_template": template, "tools": self.tools, **variables}
 
     def render_text(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
-        """The text of a conversation. Raises one of RENDER_ERRORS if the template refuses it."""
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
+        """The text of a conversation, with the image tokens of its pictures. Raises one of RENDER_ERRORS if the
+        template refuses it, UnreadablePicture, and BadInput if the target reads no pictures."""
+        pictures = sources_in(messages)
+        text = self.tokenizer.apply_chat_template(
+            self.as_taken(messages), add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
         )
+        if not pictures:
+            return text
+        if (reader := reader_of(self.tokenizer)) is None:
+            raise ValueError("the target reads no pictures")
+        return reader.expanded(text, pictures)
+
+    def as_taken(self, messages: list[Message]) -> list[Message]:
+        """The messages with contents in the form that the template reads."""
+        if not self.takes_parts:
+            return messages
+        return [{**one, "content": as_parts(one.get("content"))} for one in messages]
 
     def render(self, messages: list[Message], *, generation_prompt: bool = False) -> list[int]:
         """The token ids of `render_text`."""
@@ -89,12 +109,14 @@ class ChatTemplate:
         """
         try:
             return self.render_text(place_reasoning(messages, self.reasoning_key, self.markers), generation_prompt=True)
+        except UnreadablePicture as error:
+            raise UnusableRow(origin, str(error)) from error
         except RENDER_ERRORS as error:
             raise UnusableRow(origin, f"the chat template refuses the messages: {first_line(error)}") from error
 
     def prompt(self, messages: list[Message], origin: str) -> list[int]:
-        """The token ids of `prompt_text`."""
-        return self.ids(self.prompt_text(messages, origin))
+        """The token ids of `prompt_text`, an `ImagePrompt` if the messages have pictures."""
+        return with_pictures(self.ids(self.prompt_text(messages, origin)), sources_in(messages))
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a rendered text, in which the template has put all special tokens."""
@@ -111,22 +133,32 @@ def printing(day: date, template: str, *, directives: set[str]) -> str:
 
 
 @lru_cache(maxsize=16)
-def _traits(tokenizer: Any, template: str) -> tuple[tuple[str, str] | None, str | None]:
+def _traits(tokenizer: Any, template: str) -> tuple[tuple[str, str] | None, str | None, bool]:
     """A template's markers of a reasoning trace, and the message key from which it reads one; each None if it has
-    none."""
+    none; and whether it reads contents as parts alone."""
     question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
 
-    def reads(key: str) -> bool:
-        both = [question, answer], [question, {**answer, key: "Z"}]
+    def text(*messages: Message) -> str:
         try:
-            without, with_trace = (
-                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in both
-            )
+            return tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False)
         except RENDER_ERRORS:
-            return False
-        return without != with_trace
+            return ""
 
-    return think_markers(tokenizer), next(filter(reads, REASONING_KEYS), None)
+    def shows(content: Any) -> bool:
+        return "Z" in text({**question, "content": content}).removeprefix(text(question))
+
+    takes_parts = not shows("Z") and shows(as_parts("Z"))
+    if takes_parts:
+        question, answer = ({**one, "content": as_parts("0")} for one in (question, answer))
+    with_traces = {key: text(question, {**answer, key: "Z"}) for key in REASONING_KEYS}
+    without = text(question, answer)
+    key = next((key for key, rendering in with_traces.items() if rendering and without and rendering != without), None)
+    return think_markers(tokenizer), key, takes_parts
+
+
+def as_parts(content: Any) -> Any:
+    """A text as a list of one part; other contents as they are."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def chat_prompt_ids(chat: ChatRow, tokenizer: Any, *, origin: str) -> list[int]:

@@ -2,11 +2,13 @@
 
     python client.py JOB.json RESULT.json
 
-JOB: {TARGET: {"folder", "dtype", "engine": options beside ENGINE, "max_new_tokens", "prompts": [[token ids]], "heads":
+JOB: {TARGET: {"folder", "dtype", "engine": options beside ENGINE, "max_new_tokens", "prompts": [[token ids]], or with
+"messages" where there are pictures, "heads":
 {NAME: {"method", "model", "num_speculative_tokens"}}}}; a head without a "model" lies in the folder that it names as
 "within": its target's, or one that says itself how it is served; "mended" names a kernel of MENDED; "then": a head
 whose weights take the place of its own before anything is decoded. RESULT: {NAME:
-{"texts": token ids, "rounds": per prompt the drafted tokens of every round, "num_drafts", "accepted_at": drafts
+{"texts": token ids, "rounds": per prompt the drafted tokens of every round, "read": the ids of prompts that were
+messages, "num_drafts", "accepted_at": drafts
 accepted at each position}}, or {"error": its line}.
 """
 
@@ -63,10 +65,14 @@ def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
     if then:
         llm.collective_rpc("load_draft", args=(then,))
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], detokenize=False)
-    texts, rounds = [], []
+    texts, rounds, read = [], [], []
     for prompt in job["prompts"]:
         drafts.clear()
-        done = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        if isinstance(prompt, dict):
+            done = llm.chat(prompt["messages"], sampling, use_tqdm=False)[0]
+            read.append(list(done.prompt_token_ids))
+        else:
+            done = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
         texts.append(list(done.outputs[0].token_ids))
         rounds.append([list(draft) for draft in drafts])
     counts = {"num_drafts": 0, "accepted_at": []}
@@ -77,7 +83,7 @@ def decoded(job: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
             counts["accepted_at"] = [int(value) for value in metric.values]
     del llm
     release()
-    return {"texts": texts, "rounds": rounds, **counts}
+    return {"texts": texts, "rounds": rounds, "read": read, **counts}
 
 
 def release() -> None:
