@@ -33,12 +33,13 @@ A, B = 0, 1  # without drafts, with them
 @dataclass(frozen=True)
 class ServedSide:
     """A server to ask. where: its URL, or None: it is started with a command, without its address. name: of the model;
-    empty: the only one that it serves. option: that named it."""
+    empty: that of the target, or of the only one that it serves. option: that named it."""
 
     where: str | None
     command: Sequence[str] = ()
     name: str = ""
     option: str = "--server"
+    target: str = ""
 
     @property
     def words(self) -> str:
@@ -107,7 +108,7 @@ class Running:
             process = ServerProcess(side.command, name=self.engine.title, option=self.engine.option)
             self.processes[which] = self.stack.enter_context(process)
             address, how["is_gone"] = Address.of(process.url, where="--engine"), process.is_gone
-        self.askers[which] = Asker(address.serving(side.name), **how)
+        self.askers[which] = Asker(address.serving(side.name, target=side.target), **how)
         return self.askers[which]
 
 

@@ -199,8 +199,8 @@ def drafts_of(
     if wanted.engine.server:
         if len(specs) > 1:
             raise BadInput("--server: drafts as it was started to; name at most one --head, for the report")
-        before = ServedSide(wanted.baseline_server, name=model, option="--baseline-server")
-        sides = before, ServedSide(wanted.engine.servers[0], name=model)
+        before = ServedSide(wanted.baseline_server, name=model, option="--baseline-server", target=asked.target)
+        sides = before, ServedSide(wanted.engine.servers[0], name=model, target=asked.target)
         name, length = own_length(specs[0]) if specs else (ITS_OWN, None)
         length = length or asked.num_draft_tokens
         name, weights = f"{name} at K {length}" if length else name, weights_in(name.partition(":")[2])
