@@ -160,7 +160,7 @@ def _with_pictures(samples: list[Sample], pictures: tuple[str, ...], row: Row, t
     """The samples with those of the row's pictures that are in them; without those that end inside one."""
     if (reader := reader_of(tokenizer)) is None:
         raise UnusableRow(row.origin, "the target reads no pictures")
-    within = ((sample, reader.within(sample.input_ids, pictures)) for sample in samples)
+    within = ((sample, reader.within(sample.input_ids.tolist(), pictures)) for sample in samples)
     return [replace(sample, pictures=found) for sample, found in within if found is not None]
 
 

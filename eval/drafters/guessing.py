@@ -114,7 +114,7 @@ class Guessing:
     def _replayed(self, replay: Replay, read: Reading) -> tuple[Tensor, ...]:
         return replay(self._key, self._step, *read.tensors)  # pyright: ignore[reportReturnType]
 
-    def _step(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Commit `Reading.tensors` to the head, and draft."""
         self.head.commit(self.state, Reading.of(tensors, extent=self.extent))
         return self._drafted()

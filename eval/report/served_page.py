@@ -250,7 +250,7 @@ def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]
             continue
         where = f"{served_words(result.drafter)}, {result.load.name}"
         if result is best and len(results) > 1:
-            low = f"with that allowed for, its lower end is {lower_end_among(best, len(results)):.2f}"
+            low = f"with that allowed for, its lower end is {lower_end_among(result, len(results)):.2f}"
             found.append(f"{where}: it is the best of {len(results)} results: {low}")
         if result.prompts.other:
             others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"

@@ -233,11 +233,11 @@ def repetition(
     looping = {one.prompt for one in found if one.is_looping}
     if not looping:
         return Repetition(found)
-    left = [[without(record, looping) for record in side] for side in (baseline, drafted)]
-    pairs = pairs_of_blocks(per_token, *left)
-    figures = speedup(load, *left, origins) if load.is_single else speedup_of(pairs)
-    num_timed = len(by_origin(*left, origins)) if load.is_single else len(pairs)
-    return Repetition(found, WithoutLoops(num_timed, None, *figures))
+    plain, ours = ([without(record, looping) for record in side] for side in (baseline, drafted))
+    pairs = pairs_of_blocks(per_token, plain, ours)
+    ratio, ends = speedup(load, plain, ours, origins) if load.is_single else speedup_of(pairs)
+    num_timed = len(by_origin(plain, ours, origins)) if load.is_single else len(pairs)
+    return Repetition(found, WithoutLoops(num_timed, None, ratio, ends))
 
 
 def without(record: Record, numbers: Collection[int]) -> Record:

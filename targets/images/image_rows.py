@@ -78,9 +78,10 @@ def read_image_row(
             post_norm = inside(input_ids=ids, use_cache=cache is not None and target.own_cache is None, **given)[0]
         finally:
             noted.remove()
-        behind, shift = getattr(inside, "rope_deltas", None), None
+        behind, shift, shifts = getattr(inside, "rope_deltas", None), None, None
         if behind is not None:
             shift = axes[-1][-3] - index  # [1, T]; before the three axes there may be one of plain positions
+            shifts = torch.cat([shift[0], behind.view(1)])
         if cache is not None:
-            cache.set_shift(0, None if shift is None else torch.cat([shift[0], behind.view(1)]))
+            cache.set_shift(0, shifts)
     return post_norm, shift

@@ -22,7 +22,7 @@ pytest.importorskip("PIL")
 pictured = pytest.importorskip("pictured")
 NUM_ROWS, NUM_DRAFT = 6, 3
 HEAD = {"type": "eagle3", "num_depths": 3}
-SECTIONS = {"mrope_section": [4, 6, 6]}
+SECTIONS: dict[str, Any] = {"mrope_section": [4, 6, 6]}
 
 
 def sized(name: str, text: Kind, **vision: Any) -> Kind:

@@ -3,7 +3,7 @@
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from kind import VOCAB_SIZE, Kind
@@ -16,8 +16,8 @@ TEMPLATE = (
     "{% else %}{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
     " {% endfor %}{% endif %} end\n{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
 )
-SMALL = {"size": {"height": 28, "width": 28}, "crop_size": {"height": 28, "width": 28}}
-QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 8 * 28 * 28, "patch_size": 14}
+SMALL: dict[str, Any] = {"size": {"height": 28, "width": 28}, "crop_size": {"height": 28, "width": 28}}
+QWEN_PIXELS: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 8 * 28 * 28, "patch_size": 14}
 # by the name of a kind: names of its special tokens from 500 on, and its processor with a tokenizer
 QWEN_TOKENS = "<|image_pad|> <|video_pad|> <|vision_start|> <|vision_end|>"
 
@@ -69,7 +69,9 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     """The folder of a tiny target of that kind. Args: kind: of other sizes than `WRAPPERS` has."""
     special, shown, processor = PROCESSORS[name]
     model = (kind or WRAPPERS[name]).model()
-    model.get_output_embeddings().weight.data[500:] = 0  # or it would write image tokens, as none that is trained does
+    cast(Any, model.get_output_embeddings()).weight.data[500:] = (
+        0  # or it would write image tokens, as none that is trained does
+    )
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     own = "vision_tower.vision_model." if name == "llava" else "vision_tower."  # as LLaVA's are on the hub
