@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,6 +120,8 @@ class OpenAIClient:
             api_key=address.key or "EMPTY",  # ignored by servers without a key
             timeout=openai.Timeout(self.config.timeout, connect=CONNECT_SECONDS),
             max_retries=0,
+            # as `Address` asks: by no proxy of the environment, with its certificates (SSL_CERT_FILE)
+            http_client=openai.DefaultHttpxClient(trust_env=False, verify=ssl.create_default_context()),
         )
 
     def _attempt(self, server: Server, request: ChatRequest) -> Answer:

@@ -86,6 +86,12 @@ FAULTS = {
 }
 
 
+def test_servers_are_asked_by_no_proxy_of_the_environment(configured, tmp_path, silent_proxy):
+    with serving() as server:
+        run(configured(server, num_rows=3, client={"patience": 0.5}))
+    assert len(read_jsonl(tmp_path / "out" / "answers.jsonl")) == 3
+
+
 def test_what_fails_once_is_asked_again(configured, tmp_path):
     """Each fault at the first attempt of two of the requests."""
     replies = [*FAULTS.values()]

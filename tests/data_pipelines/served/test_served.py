@@ -93,6 +93,11 @@ def test_stored_is_what_the_target_itself_gives_and_no_token_is_asked_for_that_n
     assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
 
 
+def test_a_server_is_asked_for_states_by_no_proxy_of_the_environment(fake, silent_proxy):
+    with fake().listening() as url:
+        assert len(StateServer(url, label="ab").ask([1, 5, 9]).states) == 3
+
+
 @torch.no_grad()
 def test_a_target_without_layers_reads_rows_by_the_server(fake, folder_of, target_of):
     ids = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(2))
