@@ -10,7 +10,7 @@ from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
-from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, tools_in
+from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, of_request, tools_in
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
@@ -51,7 +51,7 @@ class Questions:
         """Args: tokenizer: the target's; None: there is none here. limit: rows of each file. Raises BadInput."""
         asked, left = list[Question](), 0
         for path in paths:
-            rows = [(f"{Path(path).name}:{line}", row) for line, row in iter_jsonl(path)][:limit]
+            rows = [(f"{Path(path).name}:{line}", of_request(row)) for line, row in iter_jsonl(path)][:limit]
             if not rows:
                 raise BadInput(f"{path}: no row is in the file")
             asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
