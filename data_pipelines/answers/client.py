@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
-from ...engines.servers.address import OF_A_KEY, STOPPING, Address, first_answer, may_pass
+from ...engines.servers.address import FORBIDDEN, KEY_NAME, OF_A_KEY, STOPPING, Address, first_answer, may_pass
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
@@ -140,6 +140,8 @@ class OpenAIClient:
                 body = error.body  # of {"error": ...} the inner part
                 told = server.address.hide(str((body.get("message", body) if isinstance(body, dict) else body) or ""))
                 problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told or '(no text)'}"
+                if error.status_code in FORBIDDEN:
+                    problem += f"; its key is read from {KEY_NAME}" + ("" if server.address.key else ", none is set")
                 if error.status_code in STOPPING:
                     raise BadInput(problem) from error
                 if may_pass(error.status_code):
