@@ -5,8 +5,10 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -393,13 +395,19 @@ def test_an_adapter_of_a_part_that_heads_share_is_refused_before_a_server_is_sta
     ],
     ids=["the first", "with its module", "of a setting"],
 )  # fmt: skip
-def test_a_server_that_does_not_start_is_quoted(log, quoted, tmp_path):
+def test_a_server_that_does_not_start_is_quoted_and_its_log_named(log, quoted, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     log = ["(A pid=1) WARNING [a.py:1] beware of such as `OSError: x`", *log]
     (tmp_path / "python").write_text("\n".join(["#!/bin/sh", "cat <<'END'", *log, "END", "exit 1", ""]))
     (tmp_path / "python").chmod(0o755)
     broken = EngineSetting(name="vllm", python=str(tmp_path / "python")).process("T", log=tmp_path / "log")
     with pytest.raises(BadInput, match=f"vLLM ended with code 1: {quoted}$"), broken:
         pass
+    unnamed = EngineSetting(name="vllm", python=str(tmp_path / "python")).process("T")
+    with pytest.raises(BadInput, match=f"{quoted}; its log: /") as caught, unnamed:
+        pass
+    kept = Path(str(caught.value).rpartition(": ")[2])
+    assert kept.read_text() == (tmp_path / "log").read_text() == "".join(f"{line}\n" for line in log), "it stays"
     nowhere = EngineSetting(name="vllm", python="nowhere").process("T", log=tmp_path / "log")
     with pytest.raises(BadInput, match="--engine-python nowhere: No such file"), nowhere:
         pass
