@@ -13,7 +13,7 @@ from ..base.errors import BadInput
 from ..base.files import LocalPath, replacing, sha256_of
 from ..base.owned import OwnedFolder, check_owner
 from ..targets.chat.prompts import rendered
-from ..targets.chat.rows import UnusableRow, chat_of
+from ..targets.chat.rows import UnusableRow, chat_of, of_request
 from .dataset_card import SPLITS, Card, RowCounts, check_unchanged, read_card, write_card
 from .rows.config import check_at_least_one
 from .rows.filters import FilterConfig, reason_to_drop
@@ -22,6 +22,7 @@ from .rows.joined_chats import SHORTEST, ChatJoiner
 from .rows.parallel import ROWS_AT_A_TIME, in_order
 from .rows.row_shapes import conversation_of, turns_digest
 from .rows.sources import Row, iter_rows, read_sources
+from .rows.traffic import of_log
 
 COMMAND = "headstart data prepare"
 NUM_EXAMPLES = 5  # dropped rows that the card lists for each reason
@@ -190,7 +191,7 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
     """Filter and convert a row, independently of other rows, so that several processes can share the work."""
     judged = JudgedRow(source=row.source, origin=row.origin)
     try:
-        conversation = conversation_of(row)
+        conversation = conversation_of(of_log(row))
     except BadInput as error:
         return replace(judged, reason="malformed", problem=str(error))
     reason = reason_to_drop(conversation, config.filters)
@@ -238,7 +239,7 @@ def _questions_of(specs: str | list[str | dict[str, Any]] | None) -> frozenset[b
     questions = set()
     for row in iter_rows(specs) if specs else ():
         turns = row.data.get("turns")
-        first = {"prompt": turns[0]} if isinstance(turns, list) and turns else row.data
+        first = {"prompt": turns[0]} if isinstance(turns, list) and turns else of_request(row.data)
         questions.add(turns_digest(conversation_of(replace(row, data=first)).question))
     return frozenset(questions)
 

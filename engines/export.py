@@ -28,6 +28,7 @@ ENGINES: dict[str, EngineSupport] = {
 }
 MERGED = "MERGED_TARGET"  # in commands: the target with the head's adapter merged into it
 LAYOUTS = ("speculators", "hf")  # of no engine in particular
+GEMMA_3 = "vLLM drafts for the text model of Gemma 3 alone, and with --model-impl transformers: docs/serve.md"
 
 
 def read_folder(path: str | Path, *, target: str | None = None, dtype: str | None = None) -> HeadFolder:
@@ -169,7 +170,8 @@ def notes(head: HeadFolder) -> list[str]:
     elif has_other_weights(head):
         trained = f"those that the head was trained on ({head.record.target_name})"
         lines.append(f"target {head.target}: other weights than {trained}: fewer of its drafts may be accepted")
-    return lines
+    is_gemma = (head.target_config or {}).get("model_type") == "gemma3_text"  # of Gemma 3 with images too
+    return [*lines, GEMMA_3] if is_gemma and head.family in ("eagle", "eagle3") else lines
 
 
 def has_other_weights(head: HeadFolder) -> bool:

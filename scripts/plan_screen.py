@@ -17,8 +17,8 @@ from ..eval.report.results.one_result import counted_words, requests_words
 from ..eval.report.screen import show_conclusion
 
 OTHER_ENGINES = (
-    "Timed in our own engine: rounds of vLLM and SGLang cost something else (8 requests at a time, one EAGLE-3 head: "
-    "0.79 times as fast here, 1.14 to 1.22 in vLLM); headstart eval --engine vllm measures there."
+    "Timed in our own engine: rounds of vLLM and SGLang cost something else, so a head that does not pay here may pay "
+    "there; headstart eval --engine vllm measures it."
 )
 
 

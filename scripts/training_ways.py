@@ -224,9 +224,10 @@ def stored_states_lines(config: "HeadConfig", target: "Target") -> list[str]:
     smallest, free = min(sizes, key=lambda name: sizes[name]), disk_free(Path())
     rate = DISK_RATE / sizes[smallest]
     num_parameters = sum(parameter.numel() for parameter in target.model.parameters())
-    told = ", ".join(f"{size:,.0f} in {name}" for name, size in sizes.items())
+    told = ", ".join(f"{in_bytes(int(1e7 * size))} in {name}" for name, size in sizes.items())
     return [
-        f"states stored by `headstart data extract` for {config.type}: a supervised token takes bytes: {told}",
+        f"states stored by `headstart data extract` for {config.type}: "
+        f"10,000 chats of 1,000 tokens to learn take {told}",
         f"{in_bytes(free)} of this disk are free, for {free / sizes[smallest]:,.0f} tokens in {smallest}",
         f"storing them pays from the second epoch on where the target reads fewer than {rate:,.0f} tokens a second "
         f"({2 * num_parameters * rate / 1e12:,.1f} TFLOP/s), as many as a disk of {in_bytes(int(DISK_RATE))}/s gives",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -36,6 +37,8 @@ from .weights.stored import DTYPES, PLAIN, StoredTensor, fingerprint_of_stored, 
 
 CONSENT = "HEADSTART_TRUST_REMOTE_CODE"  # environment variable: 1 permits code of a model's own repository
 HUB_SECONDS = 10.0  # for an answer of the hub
+GPU = Path("/dev/nvidiactl")  # there where a machine has GPUs of NVIDIA
+GATED = re.compile("access (a )?gated repo")  # in what transformers and the hub's client say
 NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache")  # keys of a config
 
 
@@ -114,7 +117,10 @@ def is_trusted(target: TargetConfig) -> bool:
 
 
 def refusal_of(error: Exception) -> str:
-    """Another library's error in a line; where it is about code of the model's own, how to consent."""
+    """Another library's error in a line; where it is about code of the model's own, how to consent; of a gated model
+    how to get it."""
+    if GATED.search(str(error)):
+        return "gated: ask for access on its page on huggingface.co, then `hf auth login`, or set HF_TOKEN"
     if "trust_remote_code" not in str(error):
         return first_line(error)
     how = f"having read it, allow it with {CONSENT}=1 in the environment, or target.trust_remote_code=true in a run"
@@ -172,8 +178,18 @@ def release_memory() -> None:
 
 
 def default_device() -> str:
-    """cuda where there is one, else cpu."""
+    """cuda where there is one, else cpu, with a line where the machine has one that torch does not see."""
+    say_unseen_gpu()
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def say_unseen_gpu() -> None:
+    """Say once that the machine has a GPU that this torch does not see, unless it is hidden on purpose."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if GPU.exists() and not is_hidden and not torch.cuda.is_available():
+        why = f"torch {torch.__version__} does not see the GPU of this machine, so its CPUs compute"
+        print(f"headstart: {why}; install a torch for its driver (pytorch.org)", file=sys.stderr)
 
 
 @contextmanager

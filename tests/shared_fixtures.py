@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from headstart.base.children import free_port
 from headstart.base.errors import BadInput
 from headstart.engines.heads import HEADS
 from headstart.eval.decoding import generate
@@ -417,3 +418,12 @@ def python(tmp_path: Path) -> str:
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
     script.chmod(0o755)
     return str(script)
+
+
+@pytest.fixture
+def silent_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy for everything, at which nothing listens."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")

@@ -92,9 +92,8 @@ def train_in(folder: Path, run: RunConfig, console: Console, holding: ExitStack)
     if best.step:
         is_early = outcome.num_steps < config.max_steps
         early = f"no better validation in {best.waited}: ended at step {outcome.num_steps}; " if is_early else ""
-        console.print(
-            f"{early}best acceptance length {best.acceptance_length} at step {best.step}, in {folder / 'best'}"
-        )
+        length = f"{best.acceptance_length:.2f} tokens per forward of the target (1 saves nothing, K + 1 is the most)"
+        console.print(f"{early}best: {length}, at step {best.step}, in {folder / 'best'}")
     console.print(f"head written to {folder / 'final'}")
     return folder / "final"
 

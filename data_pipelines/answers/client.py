@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput, first_line
 from ...engines.neutral_sampling import NEUTRAL
-from ...engines.servers.address import NOT_ANSWERED, OF_A_KEY, STOPPING, Address, first_answer, may_pass
+from ...engines.servers.address import (
+    FORBIDDEN,
+    KEY_NAME,
+    NOT_ANSWERED,
+    OF_A_KEY,
+    STOPPING,
+    Address,
+    first_answer,
+    may_pass,
+)
 from ...targets.chat.messages import for_api, normalise
 from ...targets.chat.rows import DAY, VARIABLES
 from ...targets.chat.written_ids import ids_in_response
@@ -119,6 +129,8 @@ class OpenAIClient:
             api_key=address.key or "EMPTY",  # ignored by servers without a key
             timeout=openai.Timeout(self.config.timeout, connect=CONNECT_SECONDS),
             max_retries=0,
+            # as `Address` asks: by no proxy of the environment, with its certificates (SSL_CERT_FILE)
+            http_client=openai.DefaultHttpxClient(trust_env=False, verify=ssl.create_default_context()),
         )
 
     def _attempt(self, server: Server, request: ChatRequest) -> Answer:
@@ -137,6 +149,8 @@ class OpenAIClient:
                 body = error.body  # of {"error": ...} the inner part
                 told = server.address.hide(str((body.get("message", body) if isinstance(body, dict) else body) or ""))
                 problem = f"{server.url}: {error.status_code} {error.response.reason_phrase}: {told or '(no text)'}"
+                if error.status_code in FORBIDDEN:
+                    problem += f"; its key is read from {KEY_NAME}" + ("" if server.address.key else ", none is set")
                 if error.status_code in STOPPING:
                     raise BadInput(problem) from error
                 if may_pass(error.status_code):

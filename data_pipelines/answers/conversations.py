@@ -17,6 +17,7 @@ from ...targets.chat.rows import (
     check_variables,
     is_chat,
     known_keys,
+    of_request,
     with_thinking,
 )
 from ...targets.chat.written_ids import AnswerIds, as_entry
@@ -166,7 +167,7 @@ def exchanges(row: Row, sampling: SamplingConfig, *, turns: str) -> Iterator[Exc
     Args: turns: `all`: the target answers all assistant turns; `last`: only the last one.
     Raises: BadInput, naming the row's origin, if it has no prompt or no user turn, or its messages are malformed.
     """
-    data = known_keys(row.data)
+    data = known_keys(of_request(row.data))
     chat = _as_chat(data, row.origin, sampling.variables)
     script = script_of(chat.messages, turns=turns)
     if None not in script:

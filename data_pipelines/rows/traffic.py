@@ -9,24 +9,24 @@ Each line of a log is a JSON object of one of these forms (docs/refit.md has exa
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl, loads, naming_faults
 from ...targets.chat.messages import Message, normalise
-from ...targets.chat.rows import VARIABLES
+from ...targets.chat.rows import of_request, request_in, told_in
 from ...targets.chat.written_ids import KEY, as_entry, ids_in_response
 from .row_shapes import Conversation, conversation_of, turns_digest
 from .sources import Row
 
-REQUEST_KEYS = ("request", "request_body", "body", "input")
 RESPONSE_KEYS = ("response", "response_body", "output", "completion", "answer")
 TEXT_KEYS = ("content", "text", "generated_text", "response", "completion", "output")
 DOMAIN_KEYS = ("category", "domain")  # as in prompt files
 # finish reasons of answers that the target did not end itself
 STOPPED = "stop_sequence"  # by a text that the request named
 CUT = ("length", "limit", "max_tokens", "abort", "error", "content_filter", STOPPED, "word")
+NESTED = (TypeError, AttributeError, KeyError, IndexError)  # raised on responses, as servers nest what they like
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_traffic(path: str) -> Traffic:
             chats.append(served_chat(data, f"{path}:{line}"))
         except BadInput as error:
             count(error)
-        except (TypeError, AttributeError, KeyError, IndexError):  # servers nest what they like
+        except NESTED:
             count(BadInput(f"{path}:{line}: a response of an unknown shape"))
     if not chats:
         reason = next(iter(unread))
@@ -88,8 +88,7 @@ def longest_only(chats: list[tuple[ServedChat, Conversation]]) -> list[ServedCha
 def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conversation]:
     """Convert a row. Raises BadInput, naming the origin, if it has an unknown shape or no answer."""
     data = {key: value for key, value in data.items() if value is not None}
-    request, response = part(data, REQUEST_KEYS), part(data, RESPONSE_KEYS)
-    request = request if isinstance(request, dict) else data
+    request, response = request_in(data) or data, response_in(data)
     everything = [data, request, *([response] if isinstance(response, dict) else [])]
     if isinstance(response, dict) and isinstance(response.get("body"), dict):  # OpenAI's batches
         response = response["body"]
@@ -108,17 +107,29 @@ def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conve
     return ServedChat(row, origin, first, domain), conversation
 
 
-def part(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The request or the response: the value of the first of these keys, parsed if it is JSON text; None if there is
-    none."""
-    value = next((data[key] for key in keys if key in data), None)
+def of_log(row: Row) -> Row:
+    """A row of a server's log, with a request, as one to learn from; other rows as they are. Raises BadInput."""
+    asked = of_request(row.data)
+    if asked is row.data:
+        return row
+    if not any(row.data.get(key) is not None for key in RESPONSE_KEYS):
+        return replace(row, data=asked)
+    try:
+        return replace(row, data=served_chat(row.data, row.origin)[0].row)
+    except NESTED as error:
+        raise BadInput(f"{row.origin}: a response of an unknown shape") from error
+
+
+def response_in(data: Mapping[str, Any]) -> Any:
+    """The value of the first of the keys of a response, parsed if it is JSON text; None if there is none."""
+    value = next((data[key] for key in RESPONSE_KEYS if key in data), None)
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             read = loads(value)
         except ValueError:
             return value  # a text that only looks like JSON
-        return read if keys is REQUEST_KEYS or is_response(read) else value
-    return value if isinstance(value, dict | list) or keys is RESPONSE_KEYS else None
+        return read if is_response(read) else value
+    return value
 
 
 def is_response(value: Any) -> bool:
@@ -196,11 +207,6 @@ def add_to_calls(calls: dict[int, Any], delta: Mapping[str, Any]) -> None:
 
 def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> dict[str, Any]:
     """A training row from a request and its answer. Raises BadInput if there is no prompt or no answer."""
-    extra = request.get("extra_body")
-    more = {**(extra if isinstance(extra, dict) else {}), **request}
-    told = {key: more[key] for key in ("tools", VARIABLES) if more.get(key)}
-    if isinstance(effort := more.get("reasoning_effort"), str):  # of templates of gpt-oss' kind
-        told[VARIABLES] = {"reasoning_effort": effort, **told.get(VARIABLES, {})}
     turns = request.get("messages", request.get("conversations"))
     if turns is not None:
         messages = normalise(turns, origin)
@@ -211,7 +217,7 @@ def row_of(request: Mapping[str, Any], answer: Message | None, origin: str) -> d
             messages += normalise([answer], origin)
         if messages[-1]["role"] != "assistant" or len(messages) == 1:
             raise BadInput(f"{origin}: no answer in it")
-        return {"messages": messages, **told}
+        return {"messages": messages, **told_in(request)}
     prompt = request.get("prompt", request.get("question"))
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]

@@ -30,6 +30,7 @@ PATIENCE = 600.0  # seconds for which a server may be away, such as for a restar
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
 FILE_SECONDS = 60.0  # until a file is there; the server answers when it begins to write
 SHORTEST, LONGEST = 0.001, 0.05  # seconds between two looks
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy of the environment
 NOT_OURS = "does not run headstart's connector for vLLM (docs/launching.md)"
 
 
@@ -211,7 +212,7 @@ class StateServer:
         url = f"{address.url}/v1/completions"
         request = urllib.request.Request(url, data=json.dumps(asked).encode(), headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            with DIRECT.open(request, timeout=REQUEST_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             told = address.hide(error.read().decode(errors="replace"))

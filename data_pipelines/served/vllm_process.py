@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from ...base.files import remove
@@ -24,6 +25,7 @@ from .state_server import StateServer
 
 CONNECTOR = Path(in_vllm.__path__[0])  # what a server needs on its PYTHONPATH
 STATES, LOG = "states", "vllm.log"  # in the folder of what is made of the states, while a server is up
+HALF = ("--gpu-memory-utilization", "0.5")  # what vLLM may take of a GPU; its own default is nearly all
 
 
 @contextmanager
@@ -38,10 +40,12 @@ def served_states(
     storage_dtype: str,
     console: Console,
     rank: int = 0,
+    flags: Sequence[str] = (),
 ) -> Iterator[ServedReader]:
     """The server's states, once it has been found to be the right one; one of our own ends with the block.
 
     Args: folder: of what is made of them. source: how the target was loaded. max_length: tokens of the longest row.
+        flags: of a server of our own, before the user's.
     Raises: BadInput, naming what differs, if the server does not give what is read of this target.
     """
     label, adapter = label_of(folder, rank), lora_of(target.adapter)
@@ -49,7 +53,7 @@ def served_states(
         if engine.servers:
             server = StateServer(*engine.servers, label=label, adapter=adapter)
         else:
-            own = own_server(engine, target, reads, folder, source=source, max_length=max_length)
+            own = own_server(engine, target, reads, folder, source=source, max_length=max_length, flags=flags)
             console.print(own.line, soft_wrap=True, markup=False, highlight=False)
             running.enter_context(own)
             server = StateServer(own.url, label=label, adapter=adapter, is_gone=own.is_gone)
@@ -63,13 +67,20 @@ def served_states(
 
 
 def own_server(
-    engine: EngineSetting, target: Target, reads: Reads, folder: Path, *, source: TargetConfig, max_length: int
+    engine: EngineSetting,
+    target: Target,
+    reads: Reads,
+    folder: Path,
+    *,
+    source: TargetConfig,
+    max_length: int,
+    flags: Sequence[str] = (),
 ) -> ServerProcess:
     """A server for them, not yet started. Args: as of `served_states`."""
     clear_server_files(folder)
     (folder / STATES).mkdir()
     states = Path(tempfile.mkdtemp(dir=folder / STATES))  # a server that is just ending may still write into another
-    words = ["--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(max_length)]
+    words = [*flags, "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(max_length)]
     words += ["--revision", source.revision] if source.revision else []
     words += ["--trust-remote-code"] if source.trust_remote_code else []
     layers, how = (
@@ -96,6 +107,11 @@ def state_process(
     path = str(CONNECTOR) if not before else f"{CONNECTOR}{os.pathsep}{before}"
     how = {"drafting": serving_flags(layers, states), "arguments": arguments, "environment": {"PYTHONPATH": path}}
     return engine.process(target, **how, adapter=adapter, log=log, while_starting=while_starting)
+
+
+def beside_training() -> Sequence[str]:
+    """Flags of a server on the machine that trains, which leave the training room on its GPU."""
+    return HALF if torch.cuda.is_available() else ()
 
 
 def serving_flags(layers: Sequence[int], folder: Path) -> list[str]:

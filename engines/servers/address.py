@@ -16,7 +16,8 @@ KEY_NAME = "HEADSTART_API_KEY"  # the variable of the environment that has a ser
 T = TypeVar("T")
 SHORT = 60.0  # seconds for an answer that takes no decoding
 # what a refusal means, by its HTTP status
-STOPPING = (401, 403, 404, 405)  # no request can be answered before the user changes something
+FORBIDDEN = (401, 403)  # it refuses the key, or wants one
+STOPPING = (*FORBIDDEN, 404, 405)  # no request can be answered before the user changes something
 OF_A_KEY = (400, 422)  # perhaps of a key of the request that the server does not take
 NOT_ANSWERED = ("abort", "error")  # finish reasons of an answer that the server aborted
 
@@ -126,7 +127,7 @@ class Address:
     def _cards(self) -> list[dict[str, Any]]:
         """What it says of each model that it serves, at least its `id`."""
         status, body = self.get("/v1/models")
-        if status in (401, 403):
+        if status in FORBIDDEN:
             raise BadInput(
                 f"{self.url}: {status}: it refuses the key in {KEY_NAME}" + ("" if self.key else ", none is set")
             )

@@ -53,16 +53,18 @@ def under_adapter(commands: Sequence[str], adapter: str) -> list[str]:
     return [f"{line} {flags}" if line.startswith("vllm serve") else line for line in commands]
 
 
-def serving_a_head(head: str, target: str, num_draft_tokens: int | None, window: str) -> list[str]:
+def serving_a_head(
+    head: str, target: str, num_draft_tokens: int | None, window: str, *, engines: Sequence[str] = ("vllm", "sglang")
+) -> list[str]:
     """Its export and its server; none of a folder that is no run's, or that no engine loads. Args: num_draft_tokens:
-    None: as many as it was trained for. window: as of `windowed`."""
+    None: as many as it was trained for. window: as of `windowed`. engines: the first of them that loads it."""
     try:
         folder = read_folder(head, target=target)
     except (BadInput, OSError):
         return []
     export = f"headstart export {quote(head)} {SERVED} --target {quote(target)}"
     export += f" --draft-window {window} --to" if window else " --to"
-    for engine in ("vllm", "sglang"):
+    for engine in engines:
         try:
             command = commands_of_engine(engine, windowed(folder, window, to=engine), SERVED, num_draft_tokens)
         except BadInput:  # it has no such window

@@ -47,7 +47,7 @@ class ServerProcess:
         self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
-        self._log, self._while_starting = log, while_starting
+        self._log, self._while_starting, self._kept = log, while_starting, ""
 
     @property
     def line(self) -> str:
@@ -73,7 +73,7 @@ class ServerProcess:
             raise BadInput(f"{self.option} {self.command[0]}: {error.strerror}") from error
         try:
             if not answers_in_time(self.url, seconds=START_SECONDS, pause=0.05, why_gone=self._why_never_ready):
-                raise BadInput(f"{self.name}: not ready after {START_SECONDS:g} s: {self.last_words()}")
+                raise BadInput(f"{self.name}: not ready after {START_SECONDS:g} s: {self.last_words()}{self._see()}")
         except BaseException:
             self.close()
             raise
@@ -102,7 +102,16 @@ class ServerProcess:
     def is_gone(self) -> str | None:
         """Why it ended; None: it runs."""
         code = None if self.process is None else self.process.poll()
-        return None if code is None else f"{self.name} ended with code {code}: {self.last_words()}"
+        return None if code is None else f"{self.name} ended with code {code}: {self.last_words()}{self._see()}"
+
+    def _see(self) -> str:
+        """Where all of its log is, if that was a temporary file: in a copy, which stays."""
+        size = os.fstat(self.log.fileno()).st_size
+        if self._log is None and size and not self._kept:
+            with tempfile.NamedTemporaryFile(prefix="headstart-server-", suffix=".log", delete=False) as copy:
+                copy.write(os.pread(self.log.fileno(), size, 0))
+            self._kept = f"; its log: {copy.name}"
+        return self._kept
 
     def last_words(self) -> str:
         """The first error that its log quotes, which causes the later ones; else the last line that speaks of an error,

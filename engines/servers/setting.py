@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Self
 
 from ...base.errors import BadInput, first_line
+from ...targets.loading import GPU
 from ...targets.weights.served_adapter import ServedAdapter
 from .process import ServerProcess
 from .registry import SERVER_ENGINES
 
 OURS = "headstart"
-GPU = Path("/dev/nvidiactl")
 MEMORY = re.compile(r"--(?:gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static)[= ]+(\d*\.?\d+)")  # share of a GPU
 KEY = re.compile(r"--(?:admin[-_])?api[-_]key")
 

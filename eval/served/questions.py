@@ -10,7 +10,7 @@ from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
-from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, tools_in
+from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, of_request, tools_in
 from ...targets.images.pictures import PART, as_part, as_url, is_picture
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
@@ -59,7 +59,7 @@ class Questions:
         """Args: limit: rows of each file. Raises BadInput."""
         asked, left = list[Question](), 0
         for path in paths:
-            found = [(line, as_sent(row, f"{path}:{line}")) for line, row in iter_jsonl(path)][:limit]
+            found = [(line, as_sent(of_request(row), f"{path}:{line}")) for line, row in iter_jsonl(path)][:limit]
             rows = [(f"{Path(path).name}:{line}", row) for line, row in found]
             if not rows:
                 raise BadInput(f"{path}: no row is in the file")

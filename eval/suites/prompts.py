@@ -14,7 +14,7 @@ from ...base.jsonl import iter_jsonl, naming_faults
 from ...targets.chat.messages import Message, plain_text, script_of, text_in
 from ...targets.chat.prompts import ChatTemplate, check_prompt, prompt_ids
 from ...targets.chat.reasoning import template_hash, trace_finder
-from ...targets.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, with_thinking
+from ...targets.chat.rows import ChatRow, UnusableRow, Variables, chat_of, is_chat, of_request, with_thinking
 from ...targets.images.pictures import pictures_of, sources_in
 from ...targets.loading import quiet_loading
 from ...targets.target import Target
@@ -175,6 +175,11 @@ def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
     return ((f"{path}:{line}", row) for line, row in iter_jsonl(path))
 
 
+def prompt_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
+    """The rows of a file of prompts, with their origins; of a server's log the requests."""
+    return ((origin, of_request(row)) for origin, row in file_rows(path))
+
+
 def check_rows(rows: Iterable[tuple[str, Row]], *, limit: int | None) -> None:
     """Raises BadInput on rows of which no target could be asked a prompt; those that only some cannot are left."""
     for origin, row in islice(rows, limit):
@@ -191,7 +196,7 @@ def load_suite(
     Raises: BadInput on malformed rows; its subclass NoUsablePrompt if no prompt is left.
     """
     name = file_names(path)[0]
-    suite = build_suite(name, file_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
+    suite = build_suite(name, prompt_rows(path), target, max_new_tokens=max_new_tokens, limit=limit, chat=chat)
     if not suite.prompts and not suite.scripts:
         raise NoUsablePrompt(suite)
     return suite

@@ -41,6 +41,8 @@ def extract(
     from contextlib import ExitStack
     from dataclasses import replace
 
+    from rich.filesize import decimal
+
     from ...base.doing import doing
     from ...base.owned import check_owner
     from ...base.terminal import PlainConsole
@@ -147,6 +149,8 @@ def extract(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             manifest = extraction.finish(output)
+            size = f"{manifest.num_rows:,} rows, {decimal(manifest.bytes)}"
+            console.print(f"{size}; train with data.features={output}", soft_wrap=True, markup=False, highlight=False)
             keys = "num_rows num_tokens num_supervised_tokens bytes bytes_per_token layers storage_dtype"
             entries = manifest.as_json()
             print(json.dumps({key: entries[key] for key in keys.split()}))

@@ -20,8 +20,8 @@ def prepare(
 
     \b
     Example:
-      headstart data prepare data/prepare.yaml sources=[chats.jsonl,owner/name:train] output=data/mine \\
-          exclude=[prompts.jsonl] filters.max_characters=20000 validation_share=0.02
+      headstart data prepare data/prepare.yaml 'sources=[chats.jsonl,owner/name:train]' output=data/mine \\
+          exclude=prompts.jsonl filters.max_characters=20000 validation_share=0.02
 
     The new folder data/mine gets train.jsonl, validation.jsonl and card.json. The same command again does nothing.
     Rows may be chats (OpenAI or ShareGPT), instructions, prompts with responses, prompts alone, or text, in .jsonl,

@@ -62,7 +62,8 @@ def regenerate(
     counts = summary.counts
     print(
         f"{counts.answered} rows in {settings.output}/answers.jsonl, {counts.completion_tokens} tokens answered; "
-        f"{counts.truncated} truncated, {counts.failed} failed, {summary.duplicates} duplicates left out"
+        f"{counts.truncated} cut at sampling.max_tokens (heads learn no end from these), {counts.failed} failed, "
+        f"{summary.duplicates} duplicates left out"
     )
     if counts.failed:
         failed = read_jsonl(Path(settings.output, "failed.jsonl"))

@@ -33,8 +33,8 @@ from ...eval.suites.prompts import (
     check_rows,
     distinct_names,
     file_names,
-    file_rows,
     load_suite,
+    prompt_rows,
 )
 from ...targets.chat.rows import variables_in
 from ...targets.target import Target
@@ -74,7 +74,7 @@ class WantedSuites:
         """Raises BadInput on files that cannot be read, before a target is loaded, which may take minutes."""
         distinct_names([file_names(path) for path in self.prompts])
         for path in self.prompts:
-            check_rows(file_rows(path), limit=limit)
+            check_rows(prompt_rows(path), limit=limit)
         for spec in self.named:
             check_named(spec, limit=limit)
 

@@ -128,6 +128,7 @@ def evaluate_served(
         questions = questions_in(asked)
         if questions.num_turns_left:
             warn(f"{questions.num_turns_left} further questions of chats are not asked")
+        warn(size_words(wanted, asked, questions))
         with BatchStore(folder.path, on_first=folder.keep) as store:
             if num := len(store):
                 warn(f"{store.path}: {num} blocks of an unfinished measurement; those of these settings are kept")
@@ -186,6 +187,16 @@ def config_of(engine: ServerEngine, wanted: WantedServers, asked: WantedMeasurem
         slo=Slo.of(wanted.slo) if wanted.slo else None,
         at_once=wanted.engine.has_room_for_two,
     )
+
+
+def size_words(wanted: WantedServers, asked: WantedMeasurement, questions: Questions) -> str:
+    """What is measured, as factors of the time that it takes."""
+    config = config_of(wanted.served_by, wanted, asked)
+    factors = {"drafters": len(asked.drafters) or 1, "loads": len(config.loads), "blocks": len(config.order())}
+    product = " x ".join(f"{name} {num}" for name, num in (factors | {"questions": len(questions.asked)}).items())
+    starts = 2 if config.at_once else config.num_repeats + 1
+    told = "" if wanted.engine.server else f"; server starts for each drafter: {starts}"
+    return f"to measure: {product} of up to {asked.max_new_tokens} tokens{told}"
 
 
 def drafts_of(

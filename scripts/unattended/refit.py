@@ -17,6 +17,7 @@ from ...data_pipelines.rows.samples import Sample
 from ...data_pipelines.rows.traffic import ServedChat, Traffic, as_json_lines, read_traffic
 from ...data_pipelines.vocab import count_supervised, coverage, most_frequent, worthwhile_size
 from ...engines.heads import head_class, head_record, load_head, start_head
+from ...engines.servers.how_to_serve import serving_a_head, under_adapter
 from ...eval.plan.budget import SAFETY
 from ...eval.report.served_page import read_served
 from ...heads.base import DraftHead, HeadConfig
@@ -280,21 +281,23 @@ def decide(run: RefitRun) -> Decision:
         return Decision(False, "Do not deploy: the new head could not be measured in the server", [why], [])
     decision = decide_between(journal.compared, served)
     if decision.deploy:
-        decision.commands.extend(deploying(run.settings, journal.trained, prompts=run.data / "held_out.jsonl"))
+        decision.commands.extend(deploying(run.settings, journal.trained, folder=run.folder))
     if engine.is_ours or served:
         return decision
     return without_server(decision, journal.serving, engine.name)
 
 
-def deploying(settings: RefitSettings, new_head: str, *, prompts: Path) -> list[str]:
-    """The command lines that time both heads, and export the new one."""
-    target, engine = ["--target", settings.target], "ENGINE" if settings.engine.is_ours else settings.engine.name
-    adapter = ["--adapter", settings.adapter] if settings.adapter else []
+def deploying(settings: RefitSettings, new_head: str, *, folder: Path) -> list[str]:
+    """The command lines that export and serve the new head, and that time both. Args: folder: of the run."""
+    engine, adapter = settings.engine, ["--adapter", settings.adapter] if settings.adapter else []
+    engines = {} if engine.is_ours else {"engines": [engine.name]}
+    serving = serving_a_head(new_head, settings.target, None, "", **engines)
+    if serving and engine.args:  # as it was measured
+        serving[-1] += f" {engine.args}"
     heads = ["--drafter", f"head:{settings.head}", "--drafter", f"head:{new_head}"]
-    return [
-        join(["headstart", "eval", *target, *adapter, *heads, "--prompts", str(prompts), "--output", "EVAL"]),
-        join(["headstart", "export", new_head, "SERVED", "--to", engine, *target]),
-    ]
+    files = ["--prompts", str(folder / "data" / "held_out.jsonl"), "--output", str(folder / "eval")]
+    timing = join(["headstart", "eval", "--target", settings.target, *adapter, *heads, *files])
+    return [*under_adapter(serving, settings.adapter), "# to time both heads in our engine:", timing]
 
 
 def stages(server: TargetServer) -> list[Stage[RefitRun]]:

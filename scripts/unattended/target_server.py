@@ -11,13 +11,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
 from ...base.errors import BadInput
 from ...base.files import remove
 from ...data_pipelines.served.reading import ServedTarget, label_of
 from ...data_pipelines.served.state_server import Gone, StateServer
-from ...data_pipelines.served.vllm_process import state_process
+from ...data_pipelines.served.vllm_process import beside_training, state_process
 from ...engines.servers.process import ServerProcess
 from ...engines.servers.registry import SERVER_ENGINES
 from ...heads.base import HeadConfig
@@ -36,7 +34,6 @@ MOST_IN_FLIGHT = 128  # questions
 PATIENCE = 20  # seconds that a question waits for a server, beside those of a new start
 MOST_STARTS = 4  # of a server that ends again and again
 STATES = "states"  # the folder in which a server gives them
-BESIDE_TRAINING = ["--gpu-memory-utilization", "0.5"]  # unless the user's flags say what it may take of a GPU
 T = TypeVar("T")
 
 
@@ -148,7 +145,7 @@ class TargetServer:
             run.settings.target,
             layers_read(self.source, self.heads()),
             run.folder / STATES,
-            arguments=["--dtype", dtype, *(BESIDE_TRAINING if torch.cuda.is_available() else [])],
+            arguments=["--dtype", dtype, *beside_training()],
             adapter=lora_of(target.adapter),
             log=self.log,
             while_starting=self.check,

@@ -10,6 +10,7 @@ Beside them it records
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -21,6 +22,7 @@ from .messages import Message, normalise
 
 CHAT_KEYS = ("messages", "conversations", "turns")
 VARIABLES = "chat_template_kwargs"
+REQUEST_KEYS = ("request", "request_body", "body", "input")  # of rows of logs
 DAY = "strftime_now"  # the variable that is a day here, and a function in the template
 STANDARD_DAY = "2025-01-01"  # a fixed one, so that equal rows have equal prompts on all days
 NOT_VARIABLES = frozenset(  # arguments of apply_chat_template
@@ -72,6 +74,34 @@ def known_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     if {"question", "answer"} <= data.keys() and not any(key in data for key in others):
         data |= {"prompt": data.pop("question"), "response": data.pop("answer")}
     return data
+
+
+def request_in(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The request in a row of a server's log, which may be JSON text; None if it has none."""
+    request = next((data[key] for key in REQUEST_KEYS if data.get(key) is not None), None)
+    with suppress(ValueError):
+        request = loads(request) if isinstance(request, str) else request
+    return request if isinstance(request, dict) else None
+
+
+def told_in(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request tells the chat template, as rows record it."""
+    extra = request.get("extra_body")
+    more = {**(extra if isinstance(extra, dict) else {}), **request}
+    told = {key: more[key] for key in ("tools", VARIABLES) if more.get(key)}
+    if isinstance(effort := more.get("reasoning_effort"), str):  # of templates of gpt-oss' kind
+        told[VARIABLES] = {"reasoning_effort": effort, **told.get(VARIABLES, {})}
+    return told
+
+
+def of_request(data: dict[str, Any]) -> dict[str, Any]:
+    """A row of a server's log as a row of what was asked; a row of another shape as it is."""
+    shapes = (*CHAT_KEYS, "prompt", "question", "instruction", "text", "input_ids")
+    request = None if any(data.get(key) is not None for key in shapes) else request_in(data)
+    if request is None:
+        return data
+    own = {key: data[key] for key in ("id", "category", "domain") if key in data}
+    return {**own, **request, **told_in(request)}
 
 
 def answer_in(data: Mapping[str, Any]) -> Any:

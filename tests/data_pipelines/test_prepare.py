@@ -51,6 +51,35 @@ def both(output: str = "out") -> list[dict[str, Any]]:
     return split("train", output) + split("validation", output)
 
 
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "How far?"}], "reasoning_effort": "low"}
+CHOICE = {"message": {"role": "assistant", "content": "Two miles."}, "finish_reason": "stop"}
+LOGS = {
+    "request and response": {"request": REQUEST, "response": {"choices": [CHOICE]}},
+    "bodies as text": {"request_body": json.dumps(REQUEST), "response_body": json.dumps({"choices": [CHOICE]})},
+    "a batch's": {"custom_id": "7", "body": REQUEST, "response": {"body": {"choices": [CHOICE]}}},
+    "joined text": {"request": REQUEST, "response": "Two miles."},
+}
+
+
+@pytest.mark.parametrize("row", LOGS.values(), ids=LOGS)
+def test_a_row_of_a_servers_log_is_a_chat_and_its_question_can_be_excluded(row: dict[str, Any]) -> None:
+    write("log.jsonl", [row])
+    run(sources=["log.jsonl"], validation_share=0)
+    [chat_] = split("train")
+    assert chat_["messages"] == chat("How far?", "Two miles.")["messages"]
+    assert chat_["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    write("asked.jsonl", [{"request": REQUEST}])
+    with pytest.raises(BadInput, match="no row is left for training: 1 read, 1 "):
+        run(sources=["log.jsonl"], exclude=["asked.jsonl"], validation_share=0, output="others")
+
+
+def test_a_log_without_answers_has_prompts_alone_and_a_response_of_no_known_shape_is_counted() -> None:
+    write("log.jsonl", [{"request": REQUEST}, {"request": REQUEST, "response": {"choices": [{"message": 5}]}}])
+    card = run(sources=["log.jsonl"], validation_share=0, filters={"require_answer": False})
+    assert [turn["role"] for turn in split("train")[0]["messages"]] == ["user"]
+    assert card["dropped"] == {"malformed": 1}
+
+
 def test_rows_are_written_with_an_id_of_the_row_alone_its_source_and_its_own_id() -> None:
     run(validation_share=0)
     rows = split("train")

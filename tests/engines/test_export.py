@@ -3,13 +3,14 @@
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_export, check_folder
-from headstart.engines.export import ENGINES, LAYOUTS, engines_of, export_head, notes, serve_commands
+from headstart.engines.export import ENGINES, GEMMA_3, LAYOUTS, engines_of, export_head, notes, serve_commands
 from headstart.engines.families.table import SERVINGS
 from headstart.engines.heads import HEADS, build_head, head_class, save_head
 from headstart.heads.eagle import EagleConfig
@@ -242,6 +243,13 @@ def test_a_target_of_other_weights_is_said(trained, tiny_model, tmp_path):
     model.save_pretrained(tmp_path / "other")
     [line] = notes(export_head(run, tmp_path / "again", to="vllm", target=str(tmp_path / "other")))
     assert line.startswith(f"target {tmp_path / 'other'}: other weights than those that the head was trained on (")
+
+
+@pytest.mark.parametrize(("family", "is_said"), [("eagle", True), ("eagle3", True), ("medusa", False)])
+def test_what_vllm_needs_for_gemma_3_is_said(family, is_said, trained, tmp_path):
+    head = export_head(trained(family), tmp_path / "out", to="vllm")
+    of_gemma = replace(head, target_config={**(head.target_config or {}), "model_type": "gemma3_text"})
+    assert [line for line in notes(of_gemma) if "--model-impl transformers" in line] == [GEMMA_3] * is_said
 
 
 def test_what_no_engine_loads_is_refused(trained, tmp_path):

@@ -166,14 +166,14 @@ def test_the_parts_of_a_70b_are_counted_without_a_weight(tmp_path):
 def test_what_stored_states_take_and_when_they_pay_is_counted(tmp_path):
     """EAGLE-3 reads three states of 8,192 numbers and the last one: 8 bits each, a scale for each state, and ids."""
     said = doctor_of(tmp_path / "large", "--gpus", "8", "--memory", "80").output
-    [size] = re.findall(r"takes bytes: ([\d,]+) in float32, ([\d,]+) in bfloat16, ([\d,]+) in 8bit", said)
-    found: dict[str, int] = {}
-    found |= zip(("float32", "bfloat16", "8bit"), (int(one.replace(",", "")) for one in size), strict=True)
+    [told] = re.findall(r"10,000 chats of 1,000 tokens to learn take (.*8bit)", said)
+    sizes = re.findall(r"([\d.e+]+) (TB|GB) in (\w+)", told)
+    found = {name: float(size) * {"TB": 1e12, "GB": 1e9}[unit] / 1e7 for size, unit, name in sizes}  # bytes of a token
     for name, width in (("float32", 4), ("bfloat16", 2), ("8bit", 1)):
         assert found[name] == pytest.approx(4 * 8192 * width, rel=0.01), name
     [pays] = re.findall(r"fewer than ([\d,]+) tokens a second \(([\d,.]+) TFLOP/s\)", said)
     rate, flops = (float(one.replace(",", "")) for one in pays)
-    assert rate == pytest.approx(1e9 / found["8bit"], rel=0.001)
+    assert rate == pytest.approx(1e9 / found["8bit"], rel=0.005)
     assert flops == pytest.approx(2 * 70.55e9 * rate / 1e12, rel=0.001), "70.55 billion parameters"
 
 

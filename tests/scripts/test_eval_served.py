@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 from headstart.base.errors import BadInput
 from headstart.engines.heads import build_head, head_class, save_head
+from headstart.engines.servers import setting
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.figures.recorded_training import LearntPrompts
 from headstart.eval.report.results.drafter_words import served_words
 from headstart.eval.report.served_page import measured_schedule
 from headstart.eval.served.load import Load
+from headstart.eval.served.questions import Question, Questions
 from headstart.eval.suites.prompts import DEFAULT_CHAT, ChatOptions
-from headstart.scripts.evaluating.eval_served import WantedMeasurement, WantedServers, drafts_of, questions_in
+from headstart.scripts.evaluating.eval_served import (
+    WantedMeasurement,
+    WantedServers,
+    drafts_of,
+    questions_in,
+    size_words,
+)
 from headstart.scripts.evaluating.evaluate import evaluate
 from headstart.targets.adapters import WEIGHTS
 from headstart.targets.target import Target
@@ -155,6 +163,17 @@ def test_blocks_of_a_drafter_that_was_trained_anew_are_not_kept(what, saved_targ
     assert found[1].weights[0] == found[2].weights[0] and found[1].weights != found[2].weights
     if asked.window:
         assert served_words(found[2].drafter) == "head drafter, window 64, 3 drafts"
+
+
+@pytest.mark.parametrize(("has_gpu", "starts"), [(True, 7), (False, 2)])
+def test_how_much_is_measured_is_said_before(has_gpu, starts, python, tmp_path, monkeypatch):
+    monkeypatch.setattr(setting, "GPU", tmp_path if has_gpu else tmp_path / "none")
+    wanted = WantedServers(EngineSetting(name="vllm", python=python), concurrency=[1, 8])
+    how: dict[str, Any] = {"target": "T", "prompts": [], "chat": DEFAULT_CHAT, "max_new_tokens": 8}
+    asked = WantedMeasurement(**how, drafters=["ngram@2", "ngram@4", "ngram@6"])
+    said = size_words(wanted, asked, Questions([Question("a:1", "", {}, None)] * 30))
+    product = "drafters 3 x loads 2 x blocks 12 x questions 30 of up to 8 tokens"
+    assert said == f"to measure: {product}; server starts for each drafter: {starts}"
 
 
 def test_a_head_is_measured_beside_another_drafter(in_vllm, capsys):

@@ -272,6 +272,44 @@ def test_a_name_that_is_no_folder_and_not_on_the_hub_is_said_to_be_neither(tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    ("is_there", "is_seen", "visible", "num_lines"),
+    [(True, False, None, 1), (True, False, "", 0), (True, True, None, 0), (False, False, None, 0)],
+    ids=["unseen", "hidden on purpose", "seen", "none there"],
+)
+def test_a_gpu_that_torch_does_not_see_is_said_once(
+    is_there, is_seen, visible, num_lines, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(loading, "GPU", tmp_path if is_there else tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_seen)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    loading.say_unseen_gpu.cache_clear()
+    assert [loading.default_device(), loading.default_device()] == ["cuda" if is_seen else "cpu"] * 2
+    assert capsys.readouterr().err.count("does not see the GPU of this machine") == num_lines
+
+
+SAID_OF_GATED = {
+    "transformers": "You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/o/n.",
+    "the hub's client": "401 Client Error.\n\nCannot access gated repo for url https://huggingface.co/o/n/config.json.",
+}
+
+
+@pytest.mark.parametrize("said", SAID_OF_GATED.values(), ids=SAID_OF_GATED)
+def test_of_a_gated_model_it_is_said_how_to_get_it(said, tmp_path, monkeypatch):
+    def refuse(*_, **how):
+        raise OSError(said)
+
+    monkeypatch.setattr(loading.HfApi, "model_info", lambda *_, **how: None)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    how = "ask for access on its page on huggingface.co, then `hf auth login`, or set HF_TOKEN"
+    told = message(read_model_config, TargetConfig(path="o/n"))
+    assert told == f"target o/n: no such folder, and from the hub: gated: {how}"
+
+
 # Spread over devices
 
 

@@ -162,7 +162,7 @@ def test_patience_ends_a_run_and_an_interrupted_one_alike(validated, capsys):
     whole, found = validated("medusa", "whole", *how)
     assert [step for step, _ in found] == [2, 4, 6]
     said = " ".join(capsys.readouterr().err.split())
-    assert "no better validation in 2: ended at step 6; best acceptance length" in said and (whole / "final").is_dir()
+    assert "no better validation in 2: ended at step 6; best: " in said and (whole / "final").is_dir()
     validated("medusa", "half", *how, "train.stop_at_step=5")
     half, _ = validated("medusa", "half", *how)
     assert metrics(half) == metrics(whole)

@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulat
 from ...base.errors import BadInput, first_line
 from ...configs.loader import find_config
 from ...targets.cpu.build import multiplies_bf16
+from ...targets.loading import say_unseen_gpu
 from .config import TrainConfig
 
 # variables that would change what a run computes behind its config, and the values that change nothing
@@ -137,6 +138,8 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("train.device cuda: no CUDA device here")
     on_cpu = runs_on_cpu(config)
+    if config.device is None and not is_on(os.environ, "ACCELERATE_USE_CPU"):
+        say_unseen_gpu()
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not on_cpu and num_local > torch.cuda.device_count():
         raise BadInput(f"launched {num_local} processes on a machine of {torch.cuda.device_count()} GPUs: one each")

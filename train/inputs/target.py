@@ -14,7 +14,7 @@ from ...base.errors import BadInput, first_line
 from ...base.files import remove
 from ...data_pipelines.rows.config import DataConfig
 from ...data_pipelines.served.reading import ServedReader, fields_of_served
-from ...data_pipelines.served.vllm_process import served_states
+from ...data_pipelines.served.vllm_process import beside_training, served_states
 from ...data_pipelines.storage.extract import TOKENS, ExtractConfig, Extraction, fields_of, is_finished
 from ...data_pipelines.storage.features import Reads, origin_of
 from ...data_pipelines.storage.shard_file import StoredSample
@@ -149,6 +149,7 @@ def open_server(
         return None
     how = {"source": run.target, "max_length": min(run.data.max_length, target.num_positions), "console": console}
     how |= {"storage_dtype": "bfloat16" if target.dtype == torch.bfloat16 else "float32"}  # every bit of the states
+    how |= {"flags": beside_training()}
     folder, rank = Path(run.train.output_dir), accelerator.process_index
     return holding.enter_context(served_states(run.engine, target, reads_of(run, target), folder, rank=rank, **how))
 

@@ -86,6 +86,12 @@ FAULTS = {
 }
 
 
+def test_servers_are_asked_by_no_proxy_of_the_environment(configured, tmp_path, silent_proxy):
+    with serving() as server:
+        run(configured(server, num_rows=3, client={"patience": 0.5}))
+    assert len(read_jsonl(tmp_path / "out" / "answers.jsonl")) == 3
+
+
 def test_what_fails_once_is_asked_again(configured, tmp_path):
     """Each fault at the first attempt of two of the requests."""
     replies = [*FAULTS.values()]
@@ -172,13 +178,13 @@ def test_what_a_server_refuses_is_named_and_asked_again_by_the_next_run(configur
         assert contents(tmp_path / "once") == after
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_what_no_request_can_get_past_stops_the_run(status, configured, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("status", "why"), [(401, f"; its key is read from {KEY_NAME}"), (404, "")])
+def test_what_no_request_can_get_past_stops_the_run(status, why, configured, monkeypatch, tmp_path):
     monkeypatch.setenv(KEY_NAME, KEY)
     said = {"error": {"message": f"not with {KEY}"}}
     with serving(lambda server, body, attempt: (status, {}, said) if len(server.bodies) > 8 else None) as server:
         path = configured(server)
-        with pytest.raises(BadInput, match=rf"{status} .*: not with \*\*\*$"):
+        with pytest.raises(BadInput, match=rf"{status} .*: not with \*\*\*{why}$"):
             run(path)
         assert len(server.bodies) < 24
         server.fault = lambda *_: None

@@ -3,30 +3,39 @@
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fake_server import FakeServer
 from headstart.base.children import answers_in_time, free_port
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_appended
+from headstart.base.terminal import PlainConsole
 from headstart.configs.loader import PACKAGE_CONFIGS
 from headstart.data_pipelines.served import state_server
 from headstart.data_pipelines.served.reading import NUM_PROBES, label_of
 from headstart.data_pipelines.served.vllm_process import serving_flags
 from headstart.data_pipelines.storage.shards import Shards
+from headstart.engines.servers.process import ServerProcess
 from headstart.scripts.data.extract import extract
 from headstart.targets.target import Target
 from headstart.train import trainer
 from headstart.train.__main__ import main
 from headstart.train.inputs import data as train_data
 from headstart.train.inputs.config import load_run
+from headstart.train.inputs.target import open_server
 from headstart.train.watching.speed import limit_of
 from run_files import losses, validations
 from test_served import WRONG
@@ -337,3 +346,22 @@ def test_two_processes_ask_for_their_own_rows(fake, run_of, keys, tmp_path):
     own = NUM_PROBES + 8 * 2  # of each rank, beside validation and what a fresh head starts from
     assert set(counts) == set(label.values()) and all(own < count < fresh for count in counts.values())
     assert not list((tmp_path / "states").iterdir()) and "waited for the server" in done.stderr
+
+
+@pytest.mark.parametrize(("has_gpu", "given"), [(False, []), (True, ["0.5"])])
+def test_beside_a_training_a_server_takes_half_of_a_gpu_unless_it_is_told_its_share(
+    has_gpu, given, run_of, keys, target_of, tmp_path, monkeypatch
+):
+    def started(process):
+        raise BadInput(process.line)
+
+    told = ["engine.name=vllm", "engine.python=P", "engine.args=--gpu-memory-utilization 0.8"]
+    run, target = load_run(run_of(), keys("own", *told)), target_of("llama")
+    rank: Any = SimpleNamespace(process_index=0)
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(ServerProcess, "__enter__", started)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(BadInput) as caught, ExitStack() as holding:
+        open_server(run, target, rank, PlainConsole(), holding)
+    shares = [share for flag, share in pairwise(shlex.split(str(caught.value))) if flag == "--gpu-memory-utilization"]
+    assert shares == [*given, "0.8"], "the last one counts"

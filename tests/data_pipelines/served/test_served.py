@@ -5,8 +5,10 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +93,11 @@ def test_stored_is_what_the_target_itself_gives_and_no_token_is_asked_for_that_n
     assert sorted(server.rows[-len(wanted) :]) == wanted and len(server.rows) <= NUM_PROBES + len(wanted)
     # rows end with tokens that are only predicted; so one that fills the context leaves room for a token
     assert all(len(row.sample) > at[-1] + 1 for row, at in zip(rows, needed, strict=True) if len(at))
+
+
+def test_a_server_is_asked_for_states_by_no_proxy_of_the_environment(fake, silent_proxy):
+    with fake().listening() as url:
+        assert len(StateServer(url, label="ab").ask([1, 5, 9]).states) == 3
 
 
 @torch.no_grad()
@@ -388,13 +395,19 @@ def test_an_adapter_of_a_part_that_heads_share_is_refused_before_a_server_is_sta
     ],
     ids=["the first", "with its module", "of a setting"],
 )  # fmt: skip
-def test_a_server_that_does_not_start_is_quoted(log, quoted, tmp_path):
+def test_a_server_that_does_not_start_is_quoted_and_its_log_named(log, quoted, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     log = ["(A pid=1) WARNING [a.py:1] beware of such as `OSError: x`", *log]
     (tmp_path / "python").write_text("\n".join(["#!/bin/sh", "cat <<'END'", *log, "END", "exit 1", ""]))
     (tmp_path / "python").chmod(0o755)
     broken = EngineSetting(name="vllm", python=str(tmp_path / "python")).process("T", log=tmp_path / "log")
     with pytest.raises(BadInput, match=f"vLLM ended with code 1: {quoted}$"), broken:
         pass
+    unnamed = EngineSetting(name="vllm", python=str(tmp_path / "python")).process("T")
+    with pytest.raises(BadInput, match=f"{quoted}; its log: /") as caught, unnamed:
+        pass
+    kept = Path(str(caught.value).rpartition(": ")[2])
+    assert kept.read_text() == (tmp_path / "log").read_text() == "".join(f"{line}\n" for line in log), "it stays"
     nowhere = EngineSetting(name="vllm", python="nowhere").process("T", log=tmp_path / "log")
     with pytest.raises(BadInput, match="--engine-python nowhere: No such file"), nowhere:
         pass

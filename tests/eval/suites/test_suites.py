@@ -27,6 +27,13 @@ def test_the_first_turn_is_asked_through_the_chat_template(chat_target, written)
     assert suite.prompts == [[10, 5, 6, 2, 11], [10, 5, 2, 11]]
 
 
+@pytest.mark.parametrize("request_", [TURNS, CHAT, OWN_SYSTEM, {"prompt": "w5 w6"}], ids=str)
+def test_of_a_servers_log_the_requests_are_asked(request_, chat_target, written):
+    logged = {"category": "w", "request": {**request_, "temperature": 0.7}, "response": {"choices": []}}
+    suites = load(written("a.jsonl", request_), chat_target), load(written("b.jsonl", logged), chat_target)
+    assert suites[0].prompts == suites[1].prompts and suites[1].sources[0].domain == "w"
+
+
 def test_a_system_prompt_is_put_in_front_of_chats_without_one(chat_target, written):
     suite = load(written("a.jsonl", TURNS, OWN_SYSTEM), chat_target, chat=ChatOptions(system="w31 w32"))
     assert suite.prompts == [[9, 31, 32, 2, 10, 5, 6, 2, 11], [9, 30, 2, 10, 5, 2, 11]]

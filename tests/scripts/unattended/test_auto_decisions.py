@@ -9,6 +9,8 @@ import pytest
 import torch
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
+from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
+from headstart.data_pipelines.rows.sources import iter_rows
 from headstart.engines.heads import HEADS
 from headstart.engines.servers.setting import EngineSetting
 from headstart.heads.block_network import BlockConfig
@@ -316,6 +318,18 @@ def test_what_is_held_out_is_never_asked_in_other_letters_either(tmp_path):
     first = (tmp_path / "data" / "held_out.jsonl").read_text()
     split_prompts(str(path), tmp_path / "again", seed=0)
     assert (tmp_path / "again" / "held_out.jsonl").read_text() == first
+
+
+def test_of_a_servers_log_the_questions_are_taken_with_what_the_template_was_told(tmp_path):
+    path, told = tmp_path / "log.jsonl", {"chat_template_kwargs": {"enable_thinking": False}}
+    asked = [{"messages": [{"role": "user", "content": f"Question {i}"}], **told} for i in range(12)]
+    path.write_text("".join(json.dumps({"request": one, "response": {"choices": []}}) + "\n" for one in asked))
+    assert split_prompts(str(path), tmp_path / "data", seed=0) == (4, 8)
+    rows = read_jsonl(tmp_path / "data" / "held_out.jsonl")
+    assert all(row in asked for row in rows) and len(rows) == 4
+    again = iter_rows(str(tmp_path / "data" / "prompts.jsonl"))  # as `headstart data regenerate` reads them
+    [(one, *_), *others] = [[*exchanges(row, SamplingConfig(), turns="all")] for row in again]
+    assert one.variables == told["chat_template_kwargs"] and one.script[1:] == [None] and len(others) == 7
 
 
 def test_too_few_prompts_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from headstart.base.errors import BadInput
 from headstart.data_pipelines.rows.samples import Sample
 from headstart.data_pipelines.rows.traffic import ServedChat
 from headstart.data_pipelines.vocab import SIZE_STEP
-from headstart.engines.heads import HEADS, build_head
+from headstart.engines.heads import HEADS, build_head, save_head
 from headstart.engines.servers.setting import EngineSetting
 from headstart.eval.proof.lossless import LosslessReport
 from headstart.eval.served.figures import Percentiles, SideFigures
@@ -33,6 +33,7 @@ from headstart.scripts.unattended.refit import (
 )
 from headstart.scripts.unattended.running.journal import Compared, TrainingPlan
 from headstart.scripts.unattended.training import LEAST_STEPS, Pace
+from headstart.targets.target import Target
 from headstart.train.inputs.config import load_run
 
 SIDE = SideFigures(12, 0, 0, 100.0, 50.0, Percentiles(), Percentiles(), None, Percentiles(), 0.1)
@@ -113,12 +114,19 @@ def test_a_domain_on_which_it_is_worse_is_told():
     assert any("Worse on new traffic of poems" in caution for caution in decision.cautions)
 
 
-def test_what_deploys_the_new_head_is_quoted_and_names_the_adapter():
-    how = {"target": "my model", "head": "a", "adapter": "loras/sql", "engine": EngineSetting(name="vllm")}
+def test_what_deploys_the_new_head_is_quoted_and_names_the_adapter(saved_target, lora, tmp_path):
+    head, adapter = tmp_path / "b c", lora(saved_target)
+    save_head(build_head(HEADS["eagle3"].config_class(type="eagle3"), Target.load(saved_target)), head)
+    engine = EngineSetting(name="vllm", args="--max-model-len 64")
+    how = {"target": str(saved_target), "head": "a", "adapter": str(adapter), "engine": engine}
     settings: Any = SimpleNamespace(**how)
-    timing, exporting = deploying(settings, "b c", prompts=Path("held_out.jsonl"))
-    assert " --target 'my model' --adapter loras/sql --drafter head:a --drafter 'head:b c' " in timing
-    assert exporting == "headstart export 'b c' SERVED --to vllm --target 'my model'"
+    exporting, serving, remark, timing = deploying(settings, str(head), folder=Path("run"))
+    assert exporting == f"headstart export '{head}' served/drafts --target {saved_target} --to vllm"
+    assert serving.startswith(f"vllm serve {saved_target} --speculative-config ")
+    assert f" --max-model-len 64 --enable-lora --lora-modules {adapter.name}={adapter} " in serving
+    assert remark.startswith("# to time both heads")
+    wanted = f" --target {saved_target} --adapter {adapter} --drafter head:a --drafter 'head:{head}' "
+    assert wanted + "--prompts run/data/held_out.jsonl --output run/eval" in timing
 
 
 def test_the_head_learns_on_in_the_precision_in_which_its_steps_were_timed(tmp_path):

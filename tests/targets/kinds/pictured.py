@@ -3,7 +3,7 @@
 import base64
 import io
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import transformers
 from kind import VOCAB_SIZE, Kind
@@ -69,9 +69,8 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     """The folder of a tiny target of that kind. Args: kind: of other sizes than `WRAPPERS` has."""
     special, shown, processor = PROCESSORS[name]
     model = (kind or WRAPPERS[name]).model()
-    cast(Any, model.get_output_embeddings()).weight.data[500:] = (
-        0  # or it would write image tokens, as none that is trained does
-    )
+    output: Any = model.get_output_embeddings()
+    output.weight.data[500:] = 0  # or it would write image tokens, as none that is trained does
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     own = "vision_tower.vision_model." if name == "llava" else "vision_tower."  # as LLaVA's are on the hub
