@@ -128,7 +128,6 @@ def evaluate_served(
         questions = questions_in(asked)
         if questions.num_turns_left:
             warn(f"{questions.num_turns_left} further questions of chats are not asked")
-        warn(size_words(wanted, asked, questions))
         with BatchStore(folder.path, on_first=folder.keep) as store:
             if num := len(store):
                 warn(f"{store.path}: {num} blocks of an unfinished measurement; those of these settings are kept")
@@ -153,7 +152,9 @@ def measured_in(
     engine = wanted.served_by
     config, results = config_of(engine, wanted, asked), list[ServedResult]()
     longest = max(len(question.ids or UNKNOWN) for question in questions.asked) + asked.max_new_tokens + HEADROOM
-    for number, drafts in enumerate(drafts_of(engine, wanted, asked, heads, longest=longest)):
+    compared = drafts_of(engine, wanted, asked, heads, longest=longest)
+    warn(size_words(wanted, asked, questions))
+    for number, drafts in enumerate(compared):
         what = f"{engine.title}, {served_words(drafts.drafter)}: blocks of questions"
         with doing(what, len(config.loads) * len(config.order())) as tick:
             found = measure_in_servers(
