@@ -242,57 +242,62 @@ def unproved_words(texts: TextCheck) -> str:
 
 
 def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]:
-    """What a reader must know beside the figures. Args: drafter: of one alone; empty: of all."""
-    found = []
+    """What a reader must know beside the figures, each once. Args: drafter: of one alone; empty: of all."""
+    measured = [result for result in results if not drafter or result.drafter == drafter]
     best = max(deployable(results), key=lambda one: one.speedup_ci95[0] or 0.0, default=None)
-    for result in results:
-        if drafter and result.drafter != drafter:
-            continue
-        where = f"{served_words(result.drafter)}, {result.load.name}"
+    told = dict[str, list[str]]()
+    for result in measured:
+        found = cautions_of(result)
         if result is best and len(results) > 1:
             low = f"with that allowed for, its lower end is {lower_end_among(result, len(results)):.2f}"
-            found.append(f"{where}: it is the best of {len(results)} results: {low}")
-        if result.prompts.other:
-            others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
-            found.append(f"{where}: {others} are other ids in the server than by the target's template here")
-        if result.prompts.unknown:
-            found.append(
-                f"{result.prompts.unknown} prompts: no ids of the server's or of ours to tell if they are alike"
-            )
-        found += [f"{where}: {told}" for told in filter(None, [*result.doubts, learnt_text(result.learnt)])]
-        most = max(result.baseline.most_in_flight, result.drafted.most_in_flight)
-        if result.load.rate is not None and f"-np {ARRIVING} " in result.commands[0] and most > ARRIVING:
-            found.append(f"{where}: {most} questions were in flight, of which {ARRIVING} have a slot; the others wait")
-        if result.num_questions < FEW_QUESTIONS:
-            found.append(f"{where}: only {result.num_questions} different questions, which says little of others")
-        if result.engine == "openai":
-            found.append(f"{where}: every block asks the same prompts; a prefix cache that the server has knows them")
-        if result.is_flattered:
-            found.append(f"{where}: its look-ups keep earlier answers, those to these prompts too: slower on new ones")
-        if result.drafter.startswith(ITS_OWN):
-            found.append(
-                f"{where}: if it looks up earlier answers, these figures flatter: it has answered these prompts"
-            )
-        if (left := result.repetition.without_loops) is not None:
-            loops = f"{result.repetition.num_looping} of {len(result.repetition.texts)} texts repeat more than half of"
-            ratio = ratio_words(left.speedup, left.speedup_ci95)
-            found.append(f"{where}: {loops} their 4-grams; the speedup of the others is {ratio}")
-        if result.acceptance is None:
-            why = "it does not draft, or does not show /metrics"
-            found.append(f"{where}: the server counts no drafts ({why}), so the acceptance is not known")
-        if result.texts and result.texts.num_wrong:
-            found.append(f"{where}: {result.texts.num_wrong} texts are not the target's own, and not by rounding")
-        if result.texts and result.texts.not_proved:
-            found.append(f"{where}: {unproved_words(result.texts)}")
-        if result.failed:
-            first = result.failed[0]
-            more = ", more of them with drafts: do not deploy" if result.loses_answers else ""
-            found.append(f"{where}: {len(result.failed)} questions failed{more}; {first.row} first: {first.reason}")
-        if repeated := result.baseline.num_repeated + result.drafted.num_repeated:
-            found.append(f"{where}: {repeated} questions had to be repeated; the waits are in their times")
-        if not result.at_once:
-            found.append(f"{where}: one server at a time, in the order {result.order}")
-    return list(dict.fromkeys(found))
+            found.insert(0, f"it is the best of {len(results)} results: {low}")
+        for line in found:
+            told.setdefault(line, []).append(f"{served_words(result.drafter)}, {result.load.name}")
+    return [
+        f"{'in all' if len(places) == len(measured) > 1 else '; '.join(places)}: {line}"
+        for line, places in told.items()
+    ]
+
+
+def cautions_of(result: ServedResult) -> list[str]:
+    found = list[str]()
+    if result.prompts.other:
+        others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"
+        found.append(f"{others} are other ids in the server than by the target's template here")
+    if result.prompts.unknown:
+        found.append(f"{result.prompts.unknown} prompts have no ids here or there to tell if they are alike")
+    found += filter(None, [*result.doubts, learnt_text(result.learnt)])
+    most = max(result.baseline.most_in_flight, result.drafted.most_in_flight)
+    if result.load.rate is not None and f"-np {ARRIVING} " in result.commands[0] and most > ARRIVING:
+        found.append(f"{most} questions were in flight, of which {ARRIVING} have a slot; the others wait")
+    if result.num_questions < FEW_QUESTIONS:
+        found.append(f"only {result.num_questions} different questions, which says little of others")
+    if result.engine == "openai":
+        found.append("every block asks the same prompts; a prefix cache that the server has knows them")
+    if result.is_flattered:
+        found.append("its look-ups keep earlier answers, those to these prompts too: slower on new ones")
+    if result.drafter.startswith(ITS_OWN):
+        found.append("if it looks up earlier answers, these figures flatter: it has answered these prompts")
+    if (left := result.repetition.without_loops) is not None:
+        loops = f"{result.repetition.num_looping} of {len(result.repetition.texts)} texts repeat more than half of"
+        ratio = ratio_words(left.speedup, left.speedup_ci95)
+        found.append(f"{loops} their 4-grams; the speedup of the others is {ratio}")
+    if result.acceptance is None:
+        why = "it does not draft, or does not show /metrics"
+        found.append(f"the server counts no drafts ({why}), so the acceptance is not known")
+    if result.texts and result.texts.num_wrong:
+        found.append(f"{result.texts.num_wrong} texts are not the target's own, and not by rounding")
+    if result.texts and result.texts.not_proved:
+        found.append(unproved_words(result.texts))
+    if result.failed:
+        first = result.failed[0]
+        more = ", more of them with drafts: do not deploy" if result.loses_answers else ""
+        found.append(f"{len(result.failed)} questions failed{more}; {first.row} first: {first.reason}")
+    if repeated := result.baseline.num_repeated + result.drafted.num_repeated:
+        found.append(f"{repeated} questions had to be repeated; the waits are in their times")
+    if not result.at_once:
+        found.append(f"one server at a time, in the order {result.order}")
+    return found
 
 
 def show_served(report: ServedReport, page: Path) -> None:
