@@ -108,7 +108,7 @@ class FollowingHead:
         self.head = start_head(head_config, self.target, start)
         if self.head.adapts_target:
             raise BadInput(f"head {start}: computes with adapters on the target, whose answers would be others")
-        self.policy, self.checked = None if is_target else policy, False
+        self.policy, self.has_checked_states = None if is_target else policy, False
         self.config, self.share, self.training = config, share, going_on(record.training, where=f"head {start}")
         self.optimizer, self.num_steps = build_optimizer(self.head, config), 0
         self.autocast = Step(self.head, dtype=product_dtype(config)).autocast
@@ -191,14 +191,14 @@ class FollowingHead:
     @torch.no_grad()
     def _check_states(self, rollouts: Rollouts) -> None:
         """Once: whether states are of their tokens, by the row whose prompt would be padded most."""
-        if self.policy is None or rollouts.states is None or self.checked:
+        if self.policy is None or rollouts.states is None or self.has_checked_states:
             return
         row = min(range(len(rollouts.rows)), key=rollouts.prompt_lengths.__getitem__)
         read = self.target.forward(torch.tensor([rollouts.rows[row]], device=self.target.device)).post_norm[0].float()
         given = rollouts.states.post_norm[row, : len(read)].to(read)  # [T, D]
         if (given - read).norm() > 0.5 * read.norm():  # rounding and dropout make less of a difference
             raise BadInput(f"states of row {row} are not of its tokens: they must be right-padded, of all tokens")
-        self.checked = True
+        self.has_checked_states = True
 
     def _load(self, checkpoint: Path) -> None:
         self.num_steps, parameters = read_progress(checkpoint).step, dict(self.head.named_parameters())

@@ -40,12 +40,10 @@ def served_states(
     storage_dtype: str,
     console: Console,
     rank: int = 0,
-    flags: Sequence[str] = (),
 ) -> Iterator[ServedReader]:
     """The server's states, once it has been found to be the right one; one of our own ends with the block.
 
     Args: folder: of what is made of them. source: how the target was loaded. max_length: tokens of the longest row.
-        flags: of a server of our own, before the user's.
     Raises: BadInput, naming what differs, if the server does not give what is read of this target.
     """
     label, adapter = label_of(folder, rank), lora_of(target.adapter)
@@ -53,7 +51,7 @@ def served_states(
         if engine.servers:
             server = StateServer(*engine.servers, label=label, adapter=adapter)
         else:
-            own = own_server(engine, target, reads, folder, source=source, max_length=max_length, flags=flags)
+            own = own_server(engine, target, reads, folder, source=source, max_length=max_length)
             console.print(own.line, soft_wrap=True, markup=False, highlight=False)
             running.enter_context(own)
             server = StateServer(own.url, label=label, adapter=adapter, is_gone=own.is_gone)
@@ -67,20 +65,13 @@ def served_states(
 
 
 def own_server(
-    engine: EngineSetting,
-    target: Target,
-    reads: Reads,
-    folder: Path,
-    *,
-    source: TargetConfig,
-    max_length: int,
-    flags: Sequence[str] = (),
+    engine: EngineSetting, target: Target, reads: Reads, folder: Path, *, source: TargetConfig, max_length: int
 ) -> ServerProcess:
     """A server for them, not yet started. Args: as of `served_states`."""
     clear_server_files(folder)
     (folder / STATES).mkdir()
     states = Path(tempfile.mkdtemp(dir=folder / STATES))  # a server that is just ending may still write into another
-    words = [*flags, "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(max_length)]
+    words = ["--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(max_length)]
     words += ["--revision", source.revision] if source.revision else []
     words += ["--trust-remote-code"] if source.trust_remote_code else []
     layers, how = (

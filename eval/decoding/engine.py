@@ -132,7 +132,7 @@ class Engine:
         if tokens.numel() <= self.recorded_prompts and not any(pictures):  # in steps, so that few shapes occur
             num_kept -= num_kept % EXTENT_STEP
             tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % EXTENT_STEP))
-            run = partial(self.replay, ("prompts", tokens.shape[1], num_kept), run)
+            run = partial(self.replay, ("prompts", tokens.shape[1], num_kept), self._read_prompts)
         self.num_kept, self.extent = num_kept, tokens.shape[1]
         output = TargetOutput(*cast(list[Tensor], run(tokens, num_valid)))
         if self.sampling.temperature > 0:

@@ -122,17 +122,22 @@ def verdict(result: ServedResult, num_results: int) -> str:
     if low is None or high is None:
         return f"{result.load.name}: {result.speedup:.2f} times as fast, too few answers for an interval"
     figures = f"{result.speedup:.2f} times as fast [{low:.2f}, {high:.2f}]"
-    off = ", leave drafts off" if result.is_beside_none else ", slower"
-    among = f" among {num_results} results" if low > 1 else ""
-    is_proved = lower_end_among(result, num_results) > 1
-    advice = "" if is_proved else off if high < 1 else f", so no difference is proved{among}"
-    advice = (
-        ", but only by texts that loop: do not deploy on this alone" if low > 1 and result.rests_on_loops else advice
-    )
-    wrong = result.texts.num_wrong if result.texts else 0
-    advice = f", but {wrong} texts are not the target's own: do not deploy" if wrong else advice
-    advice = ", but more questions fail with drafts: do not deploy" if result.loses_answers else advice
-    return f"{result.load.name}: {figures}{advice}"
+    return f"{result.load.name}: {figures}{advice_behind(result, low, high, num_results)}"
+
+
+def advice_behind(result: ServedResult, low: float, high: float, num_results: int) -> str:
+    """What follows from a measured interval, the gravest first; empty where it is a gain without a doubt."""
+    if result.loses_answers:
+        return ", but more questions fail with drafts: do not deploy"
+    if result.texts and result.texts.num_wrong:
+        return f", but {result.texts.num_wrong} texts are not the target's own: do not deploy"
+    if low > 1 and result.rests_on_loops:
+        return ", but only by texts that loop: do not deploy on this alone"
+    if lower_end_among(result, num_results) > 1:
+        return ""
+    if high < 1:
+        return ", leave drafts off" if result.is_beside_none else ", slower"
+    return ", so no difference is proved" + (f" among {num_results} results" if low > 1 else "")
 
 
 def write_served(folder: Path, report: ServedReport, *, command: str = "headstart eval") -> Path:
@@ -260,6 +265,7 @@ def cautions(results: Sequence[ServedResult], *, drafter: str = "") -> list[str]
 
 
 def cautions_of(result: ServedResult) -> list[str]:
+    """Those of one result, without its name."""
     found = list[str]()
     if result.prompts.other:
         others = f"{result.prompts.other} prompts ({result.prompts.first_other} first)"

@@ -167,7 +167,8 @@ def decide(run: AutoRun) -> Decision:
     if journal.report and server_of(run):
         decision, best = decide_served(journal.report, lookup=LOOKUP)
         if best is not None:
-            decision.commands.extend(served_commands(run, best.num_draft_tokens, head * (decision.drafter != LOOKUP)))
+            served = head if decision.drafter != LOOKUP else ""
+            decision.commands.extend(served_commands(run, best.num_draft_tokens, served))
     elif journal.report:
         decision = decide_by_report(run, head)
         decision = decision if engine.is_ours else without_server(decision, journal.serving, engine.name)

@@ -54,7 +54,7 @@ def _message(turn: Any, where: str, origin: str, pictures: Iterator[Any]) -> Mes
             for part in message["content"]
         ]
     elif isinstance(message.get("content"), list):
-        message["content"] = text_in(message["content"], where)
+        message["content"] = "".join(_text_of(part, where) for part in message["content"])
     traces = [message.pop(key) for key in REASONING_KEYS if key in message]
     if not all(isinstance(trace, str) for trace in traces):
         raise BadInput(f"{where} has reasoning that is not text: {str(traces[0])[:60]}")
@@ -119,11 +119,9 @@ def script_of(messages: list[Message], *, turns: str) -> list[Message | None]:
     return script
 
 
-def text_in(content: Any, where: str = "") -> str:
-    """The text of a message's content, without its pictures."""
-    if isinstance(content, str):
-        return content
-    return "".join(_text_of(part, where) for part in content if not (is_picture(part) and not where))
+def text_in(content: Any) -> str:
+    """The text of a normalised message's content, without its pictures."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if not is_picture(part))
 
 
 def _text_of(part: Any, where: str) -> str:

@@ -149,9 +149,10 @@ def open_server(
         return None
     how = {"source": run.target, "max_length": min(run.data.max_length, target.num_positions), "console": console}
     how |= {"storage_dtype": "bfloat16" if target.dtype == torch.bfloat16 else "float32"}  # every bit of the states
-    how |= {"flags": beside_training()}
-    folder, rank = Path(run.train.output_dir), accelerator.process_index
-    return holding.enter_context(served_states(run.engine, target, reads_of(run, target), folder, rank=rank, **how))
+    folder, rank, engine = Path(run.train.output_dir), accelerator.process_index, run.engine
+    if not engine.servers:  # the user's flags come last, and win
+        engine = replace(engine, args=" ".join([*beside_training(), engine.args]))
+    return holding.enter_context(served_states(engine, target, reads_of(run, target), folder, rank=rank, **how))
 
 
 def served_validation(
