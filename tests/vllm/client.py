@@ -156,7 +156,34 @@ def states_moved() -> Iterator[None]:
         yield
 
 
-MENDED = {"": nullcontext, "norms_apart": norms_apart, "states_moved": states_moved}
+@contextmanager
+def slots_by_length() -> Iterator[None]:
+    """Keys of drafts behind the first where they belong, on targets whose positions have three axes.
+
+    vLLM (0.32) writes them where the first axis says, and a picture's tokens share one position of it: so they replace
+    keys of the prompt (https://github.com/vllm-project/vllm/issues/54498).
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer  # type: ignore[import-not-found]
+
+    update = SpecDecodeBaseProposer._update_positions_dependent_metadata
+
+    def updated(self: Any, positions: Any, metadata: Any, batch_size: int, padded: int, block_size: int) -> Any:
+        positions = update(self, positions, metadata, batch_size, padded, block_size)
+        last = metadata.seq_lens[:batch_size].long() - 1
+        blocks = metadata.block_table_tensor[:batch_size].gather(1, (last // block_size)[:, None])[:, 0]
+        self._slot_mapping_buffer[:batch_size] = blocks * block_size + last % block_size
+        return positions
+
+    with patch.object(SpecDecodeBaseProposer, "_update_positions_dependent_metadata", updated):
+        yield
+
+
+MENDED = {
+    "": nullcontext,
+    "norms_apart": norms_apart,
+    "states_moved": states_moved,
+    "slots_by_length": slots_by_length,
+}
 
 
 def spy_on(drafter: Any, drafts: list[list[int]]) -> None:
