@@ -43,6 +43,8 @@ def read_folder(path: str | Path, *, target: str | None = None, dtype: str | Non
         path = path / "final"
     config = read_head_config(path)
     record = HeadRecord.from_json(config.pop("headstart"))
+    if record.family in SERVINGS:  # keys that came later have their defaults
+        record = replace(record, head=config_of(record, head_class(record.family).config_class).as_dict())
     name = target or record.target_name
     target_config = None
     try:

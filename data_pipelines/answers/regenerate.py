@@ -60,6 +60,8 @@ class EngineConfig(EngineSetting):
             raise BadInput(f"{key}: goes with name: {OURS}")
         if self.name == BY_MESSAGES and not self.server:
             raise BadInput(f"server: name {BY_MESSAGES} is of one that runs, such as http://localhost:8000")
+        if self.name == BY_MESSAGES and self.revision:
+            raise BadInput(f"revision: a server of name {BY_MESSAGES} has the one that it was started with")
 
 
 @dataclass(kw_only=True)

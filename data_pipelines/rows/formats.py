@@ -46,6 +46,8 @@ def _json_rows(path: Path) -> LocatedRows:
         items = loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         hint = "; a file with one object per line should be named .jsonl" if error.msg == "Extra data" else ""
         raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from error

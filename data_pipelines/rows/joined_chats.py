@@ -10,11 +10,13 @@ from math import exp, log
 from random import Random
 from typing import Any
 
+from ...targets.chat.rows import VARIABLES
 from ...targets.chat.written_ids import KEY
 from .row_shapes import turns_digest
 
 SHORTEST = 256  # tokens; of a joined chat's length before it is drawn
-JOINABLE = {"id", "source", "source_id", "messages", KEY}  # keys of a row that needs no tools or variables of its own
+JOINABLE = {"id", "source", "source_id", "messages", KEY, VARIABLES}  # keys of a row that needs no tools of its own
+SYSTEM = ("system", "developer")  # roles
 MOST_OPEN = 1000  # chats of different system prompts that are joined at a time
 
 
@@ -30,19 +32,26 @@ class JoinedChat:
         """The row to write; as it was read if it is one alone."""
         first, *others = self.rows
         if others:
-            later = [turn for row in others for turn in row["messages"] if turn["role"] != "system"]
+            later = [turn for row in others for turn in row["messages"] if turn["role"] not in SYSTEM]
             ids = turns_digest([("id", row["id"]) for row in self.rows], exact=True)
-            first = {"id": ids.hex(), "source": first["source"], "messages": first["messages"] + later}
+            variables = {VARIABLES: first[VARIABLES]} if VARIABLES in first else {}
+            messages = first["messages"] + later
+            first = {"id": ids.hex(), "source": first["source"], "messages": messages, **variables}
         return (json.dumps(first, ensure_ascii=False) + "\n").encode()
 
 
-def is_joinable(roles: list[str]) -> bool:
-    """Whether a chat's turns can follow another's: it ends with an answer, its system prompts are at its start."""
-    return roles[-1] == "assistant" and "system" not in roles[roles.count("system") :]
+def is_joinable(turns: list[dict[str, Any]]) -> bool:
+    """Whether a chat's turns can follow another's: it ends with an answer, its system prompts are at its start.
+
+    One with a reasoning trace cannot: templates leave out the traces of earlier turns.
+    """
+    is_system = [turn["role"] in SYSTEM for turn in turns]
+    has_trace = any(turn.get("reasoning_content") for turn in turns)
+    return turns[-1]["role"] == "assistant" and not any(is_system[sum(is_system) :]) and not has_trace
 
 
 class ChatJoiner:
-    """Joins chats that have the same system prompt, in their order, and leaves other rows as they are.
+    """Joins chats that have the same system prompt and variables, in their order, and leaves other rows as they are.
 
     The lengths are drawn log-uniformly between SHORTEST and `longest` tokens, so that contexts of all lengths occur
     about as often per octave: rows of the longest length alone would teach few heads of short contexts.
@@ -50,21 +59,22 @@ class ChatJoiner:
 
     def __init__(self, longest: int, *, seed: int):
         self.longest, self.random = longest, Random(seed)
-        self.open: dict[str, JoinedChat] = {}  # by system prompt
+        self.open: dict[str, JoinedChat] = {}  # by system prompt and variables
 
     def add(self, line: bytes, num_tokens: int) -> Iterator[bytes]:
         """Add a row, and yield the rows that it completes. num_tokens: of the row as the chat template renders it."""
         row = json.loads(line)
-        if not JOINABLE >= row.keys() >= {"messages"} or not is_joinable([turn["role"] for turn in row["messages"]]):
+        if not JOINABLE >= row.keys() >= {"messages"} or not is_joinable(row["messages"]):
             yield line
             return
-        system = json.dumps([turn for turn in row["messages"] if turn["role"] == "system"])
-        chat = self.open.get(system)
+        system = [turn for turn in row["messages"] if turn["role"] in SYSTEM]
+        shared = json.dumps([system, row.get(VARIABLES)], sort_keys=True)
+        chat = self.open.get(shared)
         if chat is not None and chat.num_tokens + num_tokens > chat.longest:
-            yield self.open.pop(system).line()
+            yield self.open.pop(shared).line()
             chat = None
         if chat is None:
-            chat = self.open[system] = JoinedChat(exp(self.random.uniform(log(SHORTEST), log(self.longest))))
+            chat = self.open[shared] = JoinedChat(exp(self.random.uniform(log(SHORTEST), log(self.longest))))
         chat.rows.append(row)
         chat.num_tokens += num_tokens
         if len(self.open) > MOST_OPEN:

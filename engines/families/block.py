@@ -51,6 +51,8 @@ NESTED = ("mask_token_id", "target_layer_ids", "block_size", *DFLASH2_KEYS, *LIL
 # keys of a GGUF file, by those of config.json
 IN_GGUF = {key: key for key in ("block_size", "sample_from_anchor", *DFLASH2_KEYS)}
 IN_GGUF |= {"target_layers": "target_layer_ids"}
+# by which targets scale or cap what their output layer gives
+LOGIT_KEYS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "final_logit_softcapping")
 # tensors of which a reader takes sizes, or by which it knows what a head has
 PREDECESSORS = "candidate_selector.predecessor_codebook"
 MARKOV, MARKOV_IN_GGUF = "markov_head.markov_w1.weight", "markov_w1.weight"
@@ -63,8 +65,10 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     config = head.config
     kind = next(kind for kind, name in PLAIN.items() if config["architectures"] == [name])
     keys = [key for key in WINDOW_KEYS if key in config]
+    made = as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=keys)
+    made["transformer_layer_config"] |= {"is_causal": False}  # of DSpark vLLM reads it there alone
     return {
-        **as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=keys),
+        **made,
         "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
         "sliding_window_non_causal": True,
         **{key: config[key] for key in ("block_size", "mask_token_id", "sample_from_anchor")},
@@ -123,18 +127,25 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
     wanted = size - (0 if has_anchor else 1) if type(size) is int else None
     [told, *_] = [way.get("speculative_tokens") for way in serves_itself(config, contract)] or [None]
     contract.report(told != wanted, f"speculative_tokens: {told}, but a block drafts {wanted}")
+    layer = config.get("transformer_layer_config") or {}
+    kinds = layer.get("layer_types") or ()
     made = {
         "num_target_layers": max(layers, default=0) + 1,  # not said there
         "target_layer_ids": layers,
-        "is_causal": False,
+        "is_causal": kind == "dspark" and bool(layer.get("is_causal", "sliding_attention" in kinds)),
         "architectures": [PLAIN.get(kind, DSPARK)],
         "dflash_config": {
             **{"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
             **{key: config[key] for key in DFLASH2_KEYS if key in config},
         },
     }
-    layer = config.get("transformer_layer_config") or {}
     return {**layer, **config, **made, "model_type": layer.get("model_type")}
+
+
+def scales_logits(head: HeadFolder) -> bool:
+    """Whether the target's logits are not those of its output layer alone, by its config."""
+    config = head.target_config or {}
+    return any(config.get(key) not in (None, 1, 1.0, 0.0) for key in LOGIT_KEYS)
 
 
 def flags(config: Mapping[str, Any], contract: Contract, *, is_dflash: bool) -> None:
@@ -241,6 +252,9 @@ class BlockServing(Serving):
             "draft_vocab_size: engines choose from all tokens": selects and bool(own["draft_vocab_size"]),
             f"selector_top_k: engines' lattices have one of {choosers.WIDTHS}": (
                 head.config["architectures"] == [LILICORR] and own["selector_top_k"] not in choosers.WIDTHS
+            ),
+            "output shared: the target scales or caps its logits, which engines' drafts do not": (
+                own["output"] == "shared" and (selects or bool(own["markov_rank"])) and scales_logits(head)
             ),
             "lattice_layers: the speculators layout has no lattice": to == "speculators" and own["lattice_layers"],
             "output own: SGLang's DFlash drafts with the target's output layer": is_bound and own["output"] == "own",
@@ -358,7 +372,7 @@ def plain_config(config: TypedKeys) -> TypedKeys:
         plain["sliding_window"] = nested.read("swa_window_size", int) or plain.get("sliding_window")
     keys = TypedKeys(plain, config.where)
     all_see, kinds = keys.read("sliding_window_non_causal", bool), keys.read("layer_types", list[str]) or ()
-    flags = nested.read("causal", bool), keys.read("is_causal", bool), None if all_see is None else not all_see
+    flags = keys.read("is_causal", bool), nested.read("causal", bool), None if all_see is None else not all_see
     is_sliding = "sliding_attention" in kinds  # then causal is what engines take for granted
     plain["causal"] = next((flag for flag in (*flags, plain.get("causal")) if flag is not None), is_sliding)
     return keys

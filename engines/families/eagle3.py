@@ -233,9 +233,10 @@ class Eagle3Serving(Serving):
             first = TypedKeys(methods[0], f"{in_speculators.where}proposal_methods.0.")
             keys |= {"num_depths": num} if (num := first.read("speculative_tokens", int)) else {}
         before_residual = config.read("norm_before_residual", bool)
+        is_peagle = config.read("speculators_model_type", str) == "peagle"  # of which vLLM takes another default
         before_fc = [part.read("norm_before_fc", bool) for part in (config, config.inner("eagle_config"))]
         keys |= {
-            "norm_before_residual": is_nested if before_residual is None else before_residual,
+            "norm_before_residual": is_nested and not is_peagle if before_residual is None else before_residual,
             "norm_before_fc": bool(before_fc[1] if before_fc[0] is None else before_fc[0]),
             "sliding_window": window_of(layer),
             "architecture": architecture_of(layer.without("sliding_window"), target),

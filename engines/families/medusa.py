@@ -46,6 +46,8 @@ class MedusaServing(Serving):
         cut = f"draft_vocab_size {size}: engines draft the whole vocabulary from Medusa heads"
         biases = [name for name in head.tensors if OUTPUT.match(name) and name.endswith(".bias")]
         biased = [f"tensor {name}: vLLM's Medusa has no bias in its output layers" for name in biases]
+        if head.own["output"] == "shared" and (head.target_config or {}).get("lm_head_bias"):
+            biased = ["output shared: the target's output layer has a bias, which vLLM's Medusa has not"]
         return ([cut] if size is not None else []) + biased
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:

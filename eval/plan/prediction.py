@@ -238,10 +238,10 @@ def recommend_cells(cells: Sequence[Cell]) -> list[RecommendedCell]:
     for _, group in sorted(grouped(cells, lambda cell: cell.batch_size).items()):
         proved = [cell for cell in group if cell.proved_speedup is not None]
         here = proved or [cell for cell in group if cell.measured_speedup] or group
-        fastest = max(cell.ranked_speedup for cell in here)
-        near = [cell for cell in here if cell.ranked_speedup >= fastest * (1 - LEAST_GAIN)]
-        assured = [cell for cell in near if cell.assured_speedup > 1]
-        best = min(assured or near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
+        assured = [cell for cell in here if cell.assured_speedup > 1]
+        fastest = max(cell.ranked_speedup for cell in assured or here)
+        near = [cell for cell in assured or here if cell.ranked_speedup >= fastest * (1 - LEAST_GAIN)]
+        best = min(near, key=lambda cell: (cell.setting.num_drafted, cell.setting.num_draft_tokens))
         advice.append(RecommendedCell(best, not assured))
     return advice
 

@@ -128,7 +128,7 @@ def decide_between(compared: Sequence[Compared], served: Sequence[ServedResult] 
         served: the new head beside the old one in the server; if there are any, they say which is better on new
             traffic.
     """
-    whole = {part.traffic: part for part in compared if part.domain == ALL}
+    whole = {part.traffic: part for part in reversed(compared) if part.domain == ALL}  # a domain may be called so
     new, old = whole[NEW], whole.get(OLD)
     cautions: list[str] = []
     if new.ratio is None or new.conversations < LEAST_TIMED:

@@ -121,7 +121,9 @@ class RowSplits:
     """The rows of one side: of the new traffic, or the old rows."""
 
     held_out: list[ServedChat]  # never trained on, nor is any row with the same first question
-    validation: list[ServedChat]  # for the training's validations: a fifth of the others, at most MOST_VALIDATION
+    validation: list[
+        ServedChat
+    ]  # for the training's validations: of the others a fifth, at most MOST_VALIDATION, and what asks the same
     rest: list[ServedChat]
 
 
@@ -141,8 +143,12 @@ def split_traffic(new: Sequence[ServedChat], old: Sequence[ServedChat], *, seed:
         shuffled = list(rows)
         random.Random(seed).shuffle(shuffled)
         rest = [row for row in shuffled if row.question not in of_new | of_old]
-        count = min(len(rest) // 5, MOST_VALIDATION)
-        return RowSplits([row for row in shuffled if row.question in held_out], rest[:count], rest[count:])
+        questions = {row.question for row in rest[: min(len(rest) // 5, MOST_VALIDATION)]}
+        validation = [row for row in rest if row.question in questions]
+        learnt = [row for row in rest if row.question not in questions]
+        if not learnt:  # all ask the same
+            validation, learnt = [], rest
+        return RowSplits([row for row in shuffled if row.question in held_out], validation, learnt)
 
     return splits(new, of_new), splits(old, of_old)
 

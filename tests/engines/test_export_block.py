@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from damaging import drop, key, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
-from headstart.engines.export import export_head, serve_commands
+from headstart.engines.export import export_head, read_folder, serve_commands
 from headstart.engines.heads import load_head
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
@@ -104,8 +105,12 @@ def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     found = check_folder(tmp_path / "out")
     assert found.problems == [] and found.layout == "block (speculators)"
+    assert config["transformer_layer_config"]["is_causal"] is False
     assert load_head(tmp_path / "out", on_disk).config == head.config
     same_drafts(head, rewritten(tmp_path / "out", key("headstart_export", ...)))
+    if kind == "dspark, a window":  # vLLM takes sliding layers of DSpark for causal ones
+        damaged = rewritten(tmp_path / "out", key("transformer_layer_config.is_causal", ...))
+        assert any("is_causal" in problem for problem in check_folder(damaged).problems)
 
 
 SPECULATORS_FAULTS = {
@@ -182,6 +187,25 @@ def test_what_no_engine_computes_is_not_written(options, to, message, trained, t
     with pytest.raises(BadInput, match=message):
         export_head(trained(**options)[1], tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
+
+
+def test_scaled_logits_are_no_targets_of_what_engines_choose_by_bare_ones(trained, tmp_path):
+    """Granite's, of which vLLM's Markov head and choosers would draft other tokens."""
+    for options, is_refused in (({}, True), (DFLASH2, True), (LILICORR, True), (DFLASH, False)):
+        head = read_folder(trained(**options)[1])
+        scaled = replace(head, target_config={**(head.target_config or {}), "logits_scaling": 8.0})
+        for one, refused in ((head, False), (scaled, is_refused)):
+            problems = head.serving.refusals(one, to="vllm")
+            assert any("scales or caps its logits" in problem for problem in problems) == refused
+
+
+def test_a_head_from_before_an_option_has_its_default(trained, on_disk, tmp_path):
+    head, run = trained(**DFLASH2)
+    config = json.loads((run / "final" / "config.json").read_text())
+    del config["headstart"]["head"]["lattice_layers"]
+    (run / "final" / "config.json").write_text(json.dumps(config))
+    export_head(run, tmp_path / "out", to="vllm")
+    assert load_head(tmp_path / "out", on_disk).config == head.config
 
 
 @pytest.mark.parametrize(

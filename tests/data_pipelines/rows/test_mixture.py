@@ -124,11 +124,22 @@ def test_chats_of_different_system_prompts_are_not_mixed_and_each_prompt_is_said
         assert {f"Be {number % 2}." for number in numbers} == {system["content"]}
 
 
+def test_answers_of_servers_are_joined_where_their_template_has_the_same_variables():
+    today, later = ({"chat_template_kwargs": {"strftime_now": day}} for day in ("1 May", "2 May"))
+    for row in joined([*lines(100, **today), *lines(100, **later)]):
+        assert len(row["messages"]) > 2 and row["chat_template_kwargs"] in (*today.values(), *later.values())
+    variables = [row["chat_template_kwargs"] for row in joined([*lines(3, **today), *lines(3, **later)])]
+    assert variables == [*today.values(), *later.values()]
+
+
 def test_what_cannot_be_joined_is_written_as_it_was():
     for row in (*lines(1, tools=[{"name": "add"}]), b'{"id": "0", "text": "a"}', lines(1)[0]):
         assert joined([row]) == [json.loads(row)]
     late = json.dumps({"id": "0", "source": "a", "messages": [*turns(0), *turns(1, "Be brief.")]}).encode()
     assert joined([late, late]) == [json.loads(late)] * 2, "a system prompt in the middle has its place"
+    traced = json.loads(lines(1)[0])
+    traced["messages"][-1]["reasoning_content"] = "Hm."
+    assert joined([json.dumps(traced).encode()] * 2) == [traced] * 2, "templates leave out traces of earlier turns"
     [long, after] = joined(lines(2), num_tokens=LONGEST)
     assert long["messages"] == turns(0) and after["messages"] == turns(1)
 

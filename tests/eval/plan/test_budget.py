@@ -78,7 +78,9 @@ def test_the_largest_scope_that_fits_is_taken_and_what_is_left_out_is_said():
         scope = fit_scope(WHOLE, costs, budget)
         assert scope.seconds(costs) <= SAFETY * seconds or scope == list(WHOLE.narrower())[-1]
         assert 4 in scope.lengths, "the longest chain stays"
-        cut = [f"K {k}" for k in WHOLE.lengths if k not in scope.lengths]
+        cut = [f"answers beyond {scope.tokens} of {WHOLE.tokens} tokens"] * (scope.tokens < WHOLE.tokens)
+        cut += [f"prompts beyond {scope.num_prompts} of {WHOLE.num_prompts}"] * (scope.num_prompts < WHOLE.num_prompts)
+        cut += [f"K {k}" for k in WHOLE.lengths if k not in scope.lengths]
         cut += ["dynamic:4"] * (not scope.trees) + ["batch size 4"] * (4 not in scope.batch_sizes)
         assert budget.left_out == cut
     assert fit_scope(WHOLE, costs, Budget(1e6)) == WHOLE

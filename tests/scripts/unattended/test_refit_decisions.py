@@ -50,6 +50,9 @@ def test_held_out_conversations_are_learnt_from_on_neither_side():
     learnt = {row.question for part in (new, old) for row in (*part.rest, *part.validation)}
     assert len(new.held_out) == 30 and len(old.held_out) == 20, "a third of the conversations, all of their rows"
     assert not held_out & learnt and learnt, "also what the other side holds out"
+    for part in (new, old):
+        asked = [{row.question for row in rows} for rows in (part.validation, part.rest)]
+        assert all(asked) and not asked[0] & asked[1], "nor is a question of the validation"
     again, _ = split_traffic(rows_of(30, of=3), rows_of(30, of=2), seed=0)
     assert again == new
 
@@ -103,6 +106,8 @@ def side(traffic, ratio, low, high, domain="all", conversations=20):
 def test_a_head_is_offered_where_it_is_better_and_forgets_nothing(new, old, is_offered, said):
     decision = decide_between([new, *([old] if old else [])])
     assert decision.deploy == is_offered
+    part = side("new", 1.0, 0.9, 1.1)
+    assert decide_between([new, part, *([old] if old else [])]) == decision, "a domain of the name of the whole"
     if not is_offered:
         assert decision.headline == (FORGETS if "a loss of" in said else STAYS)
     assert any(said in line for line in [*decision.reasons, *decision.cautions])
