@@ -10,6 +10,7 @@ from damaging import drop, key, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
 from headstart.engines.export import export_head, read_folder, serve_commands
+from headstart.engines.families.table import SERVINGS
 from headstart.engines.heads import load_head
 
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
@@ -195,7 +196,7 @@ def test_scaled_logits_are_no_targets_of_what_engines_choose_by_bare_ones(traine
         head = read_folder(trained(**options)[1])
         scaled = replace(head, target_config={**(head.target_config or {}), "logits_scaling": 8.0})
         for one, refused in ((head, False), (scaled, is_refused)):
-            problems = head.serving.refusals(one, to="vllm")
+            problems = SERVINGS["block"].refusals(one, to="vllm")
             assert any("scales or caps its logits" in problem for problem in problems) == refused
 
 
