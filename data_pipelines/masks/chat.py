@@ -190,7 +190,10 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
     if largest >= vocab_size:
         token = f"{largest} ({table.text(largest)!r})"
         raise BadInput(f"{origin}: the tokenizer gives the id {token}, outside the target's table of {vocab_size}")
-    return [*sequences[:-1], _without_end(sequences[-1], data, table)], source
+    last = _without_end(sequences[-1], data, table)
+    if source == FROM_TEXT and (markers := _markers(table, config)) and ends_in_trace(data, origin):
+        last = _without_closing(last, markers[1], table)
+    return [*sequences[:-1], last], source
 
 
 def _said(data: dict[str, Any], origin: str) -> list[Message]:
@@ -206,6 +209,23 @@ def _without_end(written: Written, data: dict[str, Any], table: TokenTable) -> W
         return written
     ids, (*earlier, (start, end)) = written.input_ids, written.spans
     end -= end > start and ids[end - 1] in table.special
+    return Written(ids[:end], [*earlier, (start, end)])
+
+
+def ends_in_trace(data: dict[str, Any], origin: str) -> bool:
+    """Whether a chat's last answer was cut at a maximum length before its trace was closed."""
+    if not is_cut(data) or not is_chat(data):
+        return False
+    last = chat_of(data, origin).messages[-1]
+    return bool(last.get("reasoning_content")) and not last.get("content")
+
+
+def _without_closing(written: Written, closing: str, table: TokenTable) -> Written:
+    """The sequence without the marker and the blanks that a template writes behind every trace."""
+    ids, (*earlier, (start, end)) = written.input_ids, written.spans
+    text = ""
+    while end > start and closing.endswith((table.text(ids[end - 1]) + text).strip()):
+        end, text = end - 1, table.text(ids[end - 1]) + text
     return Written(ids[:end], [*earlier, (start, end)])
 
 

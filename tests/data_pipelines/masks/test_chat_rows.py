@@ -288,6 +288,14 @@ def test_an_answer_that_was_cut_off_does_not_teach_to_end_there() -> None:
     assert supervised(encode(rows[1], tokenizer), tokenizer) == ["ok<|im_end|>", "I thi<|im_end|>"]
 
 
+def test_an_answer_that_was_cut_in_its_trace_does_not_teach_to_close_it(chat_tokenizer) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    answer = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
+    row = {"messages": [{"role": "user", "content": "hi"}, answer]}
+    [cut], [whole] = (supervised(encode({**row, **more}, tokenizer), tokenizer) for more in ({"truncated": True}, {}))
+    assert cut.endswith("Let me") and "</think>" in whole
+
+
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok."}]}
 REFUSED = {"messages": [{"role": "system", "content": "Be kind."}, *GOOD["messages"]]}  # by gemma-2's template
 BAD = [
