@@ -222,6 +222,6 @@ def sampled_evidence(results: Sequence[Result]) -> str:
     return (
         f"Texts behind drafts drawn at random {verb} from the target's own distribution, tested token by token: p is "
         f"{min(tested):.2g} in the worst of {len(tested)} {'results' if len(tested) > 1 else 'result'}, over at least "
-        f"{fewest:,} tokens. A rule that gets {share_seen(fewest):.1%} of the tokens wrong would have been seen with "
-        f"{POWER:.0%}; one that gets fewer wrong may not be."
+        f"{fewest:,} tokens. A rule that gets {share_seen(fewest):.1%} of the tokens wrong, all in one direction, "
+        f"would have been seen with {POWER:.0%}; one that gets fewer wrong, or errs in both, may not be."
     )

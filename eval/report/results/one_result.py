@@ -212,7 +212,7 @@ def lossless_words(result: Result) -> str:
         if not check.holds:
             return f"p {check.p_value:.2g} DEVIATES"
         return f"p {check.p_value:.2g}" + (
-            f" (would find {check.would_see:.0%} wrong tokens)" if check.would_see else ""
+            f" (would find {check.would_see:.0%} tokens wrong in one direction)" if check.would_see else ""
         )
     if not lossless.checked:
         return "sampled"

@@ -298,7 +298,10 @@ def test_losslessness_is_reported_as_it_was_checked():
     sampled = {"checked": 0, "identical": 0, "proved": 0, "unexplained": 0, "divergences": []}
     check = {"num_tokens": 900, "p_value": 0.31}
     drawn = result(temperature=1.0, lossless=sampled, sampling_check=check)
-    said = "over at least 900 tokens. A rule that gets 10.2% of the tokens wrong would have been seen with 95%;"
+    said = (
+        "over at least 900 tokens. A rule that gets 10.2% of the tokens wrong, all in one direction, would have been "
+    )
+    said += "seen with 95%;"
     assert f"p is 0.31 in the worst of 1 result, {said}" in lossless_evidence([drawn])
     assert lossless_evidence([result(), drawn]).startswith("20 of 20 texts equal")
     assert lossless_evidence([drawn]).startswith(
