@@ -191,7 +191,7 @@ def ids_of(row: Row, table: TokenTable, config: DataConfig, vocab_size: int) -> 
         token = f"{largest} ({table.text(largest)!r})"
         raise BadInput(f"{origin}: the tokenizer gives the id {token}, outside the target's table of {vocab_size}")
     last = _without_end(sequences[-1], data, table)
-    if source == FROM_TEXT and (markers := _markers(table, config)) and ends_in_trace(data, origin):
+    if source == FROM_TEXT and (markers := _markers(table, config)) and _ends_in_trace(data, origin):
         last = _without_closing(last, markers[1], table)
     return [*sequences[:-1], last], source
 
@@ -212,7 +212,7 @@ def _without_end(written: Written, data: dict[str, Any], table: TokenTable) -> W
     return Written(ids[:end], [*earlier, (start, end)])
 
 
-def ends_in_trace(data: dict[str, Any], origin: str) -> bool:
+def _ends_in_trace(data: dict[str, Any], origin: str) -> bool:
     """Whether a chat's last answer was cut at a maximum length before its trace was closed."""
     if not is_cut(data) or not is_chat(data):
         return False

@@ -171,10 +171,10 @@ def fit_scope(whole: Scope, costs: Costs, budget: Budget) -> Scope:
     """The largest scope that fits into what is left of the budget, at least the smallest; notes what is left out."""
     scopes = list(whole.narrower())
     scope = next((scope for scope in scopes if scope.seconds(costs) <= SAFETY * budget.left), scopes[-1])
-    cut = {"answers": (scope.tokens, whole.tokens, "tokens"), "prompts": (scope.num_prompts, whole.num_prompts, "")}
-    budget.left_out += [
-        f"{name} beyond {kept} of {of} {unit}".strip() for name, (kept, of, unit) in cut.items() if kept < of
-    ]
+    if scope.tokens < whole.tokens:
+        budget.left_out.append(f"answers beyond {scope.tokens} of {whole.tokens} tokens")
+    if scope.num_prompts < whole.num_prompts:
+        budget.left_out.append(f"prompts beyond {scope.num_prompts} of {whole.num_prompts}")
     budget.left_out += [f"K {length}" for length in whole.lengths if length not in scope.lengths]
     budget.left_out += [name for name in whole.trees if name not in scope.trees]
     budget.left_out += [f"batch size {size}" for size in whole.batch_sizes if size not in scope.batch_sizes]

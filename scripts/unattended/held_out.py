@@ -121,9 +121,8 @@ class RowSplits:
     """The rows of one side: of the new traffic, or the old rows."""
 
     held_out: list[ServedChat]  # never trained on, nor is any row with the same first question
-    validation: list[
-        ServedChat
-    ]  # for the training's validations: of the others a fifth, at most MOST_VALIDATION, and what asks the same
+    # for the training's validations: of the others a fifth, at most MOST_VALIDATION, and what asks the same
+    validation: list[ServedChat]
     rest: list[ServedChat]
 
 
