@@ -134,8 +134,9 @@ def shape_problems(contract: Contract, stored: TensorFiles) -> list[str]:
 
 
 def dtype_problems(contract: Contract, config: dict[str, Any], stored: TensorFiles) -> list[str]:
-    """Weights must all have one floating-point dtype, the one in config.json; maps of the draft vocabulary integers."""
+    """Weights must all have one floating-point dtype, the one in config.json; maps of a vocabulary integers."""
     dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
+    mapping |= dict.fromkeys(contract.integers, INTEGERS)
     wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
     problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
     if contract.is_ours is not None:  # a target's checkpoint may mix dtypes as it likes

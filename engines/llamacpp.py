@@ -19,6 +19,7 @@ from .layouts.writing import target_folder
 SPEC_TYPES = {
     "eagle3": "draft-eagle3",
     "mtp": "draft-mtp",
+    "assistant": "draft-mtp",
     "draft_lm": "draft-simple",
     "dflash": "draft-dflash",
     "dspark": "draft-dspark",

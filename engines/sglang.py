@@ -9,6 +9,7 @@ ALGORITHMS = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE3",
     "mtp": "NEXTN",
+    "assistant": "FROZEN_KV_MTP",
     "draft_lm": "STANDALONE",
     "dflash": "DFLASH",
     "dspark": "DSPARK",

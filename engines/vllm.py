@@ -12,6 +12,7 @@ METHODS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "mtp": "mtp",
+    "assistant": "mtp",
     "draft_lm": "draft_model",
     "dflash": "dflash",
     "dspark": "dspark",

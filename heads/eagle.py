@@ -27,10 +27,9 @@ from ..targets.layers.rotary import Rotary
 from ..targets.layers.target_output import TargetOutput
 from ..targets.target import Target
 from .base import ChainStarts, DraftBatch, HeadConfig
-from .loss.chains import chain_starts
 from .nn.layers import llama_config, serving_keys
 from .recurrent import LlamaLayer, RecurrentHead
-from .start.closed_form import FITTED_DEPTHS, linear_map
+from .start.closed_form import next_state_map
 
 
 @dataclass(kw_only=True)
@@ -90,22 +89,10 @@ class EagleHead(RecurrentHead):
     def fit(self, batches: Sequence[DraftBatch]) -> None:
         """Fit `fc` to map the embedding and the previous state, the target's or the head's own estimate, onto the
         target's next state. The layers add nothing at first."""
-        chains = [chain_starts(batch.loss_mask, FITTED_DEPTHS) for batch in batches]
-        hidden = [starts.take(b.output.post_norm).float() for b, starts in zip(batches, chains, strict=True)]
-        reads, wanted = list[Tensor](), list[Tensor]()  # of all depths so far, [n, 2D] and [n, D] of each batch
-        for depth in range(FITTED_DEPTHS):
-            inputs = list[Tensor]()  # [B, S, 2D]
-            for batch, starts, before in zip(batches, chains, hidden, strict=True):
-                embedded = self.target.embed(starts.take(batch.input_ids, offset=depth + 1)).float()
-                inputs.append(torch.cat([embedded, before], -1))
-                at = starts.valid[..., depth]
-                reads.append(inputs[-1][at])
-                wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
-            weight = linear_map(torch.cat(reads), torch.cat(wanted))
-            if weight is None:
-                return
-            self.fc.weight.copy_(weight.T)
-            hidden = [x @ weight for x in inputs]
+        found = next_state_map(self.target, batches)
+        if found is None:
+            return
+        self.fc.weight.copy_(found[0].T)
         self.fc.bias.zero_()
         for layer in self.decoder_layers:
             nn.init.zeros_(layer.self_attn.o_proj.weight)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..base.errors import BadInput
 from ..targets.target import Target
+from .assistant import AssistantHead
 from .base import DraftHead, HeadConfig
 from .block import BlockHead
 from .draft_lm import DraftLMHead
@@ -20,6 +21,7 @@ HEADS: dict[str, type[DraftHead]] = {
     "mtp": MtpHead,
     "draft_lm": DraftLMHead,
     "block": BlockHead,
+    "assistant": AssistantHead,
 }
 
 

@@ -2,6 +2,7 @@
 is of the first family here that recognises it."""
 
 from ..layouts.serving import Serving
+from .assistant import AssistantServing
 from .block import BlockServing
 from .draft_lm import DraftLMServing
 from .eagle import EagleServing
@@ -10,6 +11,7 @@ from .medusa import MedusaServing
 from .mtp import MtpServing
 
 SERVINGS: dict[str, Serving] = {
+    "assistant": AssistantServing(),
     "block": BlockServing(),
     "medusa": MedusaServing(),
     "eagle3": Eagle3Serving(),

@@ -8,12 +8,13 @@ Source: our own; measured in docs/log/training_losses.md, 2026-11-22.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ...targets.target import Target
+from ..loss.chains import chain_starts
 from ..nn.batch import DraftBatch
 
 LEAST_FITTED = 8192  # supervised tokens to fit on, about,
@@ -67,6 +68,28 @@ def linear_map(x: Tensor, y: Tensor, *, keeps_size: bool = False) -> Tensor | No
     sizes = x.square().mean(0).sqrt().clamp_min(1e-6)
     weight = ridge(x / sizes, y, strength=STRENGTH) / sizes[:, None]
     return weight * (y.norm() / (x @ weight).norm().clamp_min(1e-9) if keeps_size else 1.0)
+
+
+def next_state_map(target: Target, batches: Sequence[DraftBatch]) -> tuple[Tensor, Tensor] | None:
+    """[2D, D] the map of the embedding beside the previous state, the target's or the map's own estimate, onto the
+    target's next state, and [n, D] what it gives on these rows; None if they are too few."""
+    chains = [chain_starts(batch.loss_mask, FITTED_DEPTHS) for batch in batches]
+    hidden = [starts.take(b.output.post_norm).float() for b, starts in zip(batches, chains, strict=True)]
+    reads, wanted, weight = list[Tensor](), list[Tensor](), None  # of all depths so far, [n, 2D] and [n, D] of a batch
+    for depth in range(FITTED_DEPTHS):
+        inputs = list[Tensor]()  # [B, S, 2D]
+        for batch, starts, before in zip(batches, chains, hidden, strict=True):
+            embedded = target.embed(starts.take(batch.input_ids, offset=depth + 1)).float()
+            inputs.append(torch.cat([embedded, before], -1))
+            at = starts.valid[..., depth]
+            reads.append(inputs[-1][at])
+            wanted.append(starts.take(batch.output.post_norm, offset=depth + 1)[at])
+        weight = linear_map(torch.cat(reads), torch.cat(wanted))
+        if weight is None:
+            return None
+        hidden = [x @ weight for x in inputs]
+    assert weight is not None
+    return weight, torch.cat(reads) @ weight
 
 
 def ridge(x: Tensor, y: Tensor, *, strength: float = STRENGTH) -> Tensor:

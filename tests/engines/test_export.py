@@ -18,11 +18,11 @@ from headstart.heads.medusa import MedusaConfig
 from headstart.targets.target import Target
 from safetensors.torch import load_file
 
-CASES = [  # but for modules, which go into a copy of a target that has such
+CASES = [  # but for modules, which go into a copy of a target that has such, and assistants, whose target is Gemma 4
     (family, to)
     for family, serving in SERVINGS.items()
     for to in engines_of(family)
-    if not serving.is_module and to != "llama.cpp"
+    if not serving.is_module and family != "assistant" and to != "llama.cpp"
 ]
 OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}
 KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()

@@ -85,6 +85,7 @@ KINDS = {name: Kind(**{**vars(made), "model_type": made.model_type or name}) for
 EAGLE3 = {"type": "eagle3", "num_depths": 3}
 EAGLE = {"type": "eagle", "num_depths": 3}
 DFLASH = {"type": "block", "num_depths": 3, "num_layers": 1, "sample_from_anchor": False, "markov_rank": 0}
+ASSISTANT = {"type": "assistant", "num_depths": 3, "num_layers": 2, "hidden_size": 48}
 TEXT_ALONE = {"language_model_only": True}
 BY_TRANSFORMERS = {"model_impl": "transformers"}
 
@@ -104,7 +105,7 @@ class Case:
     @property
     def method(self) -> str:
         family = str(self.head["type"])
-        return "dflash" if family == "block" else family
+        return {"block": "dflash", "assistant": "gemma4_mtp"}.get(family, family)
 
 
 SERVED = {
@@ -115,6 +116,7 @@ SERVED = {
     "eagle of gemma3's text model": Case("gemma3", EAGLE, BY_TRANSFORMERS, is_extracted=True),
     "eagle3 of gemma4": Case("gemma4", EAGLE3, TEXT_ALONE),
     "eagle of gemma4": Case("gemma4", EAGLE, TEXT_ALONE),
+    "assistant of gemma4": Case("gemma4", ASSISTANT, TEXT_ALONE, max_steps=150),
     "eagle3 of llava": Case("llava", EAGLE3, TEXT_ALONE),
     "eagle3 of qwen3_5, bfloat16": Case("qwen3_5", EAGLE3, TEXT_ALONE, dtype="bfloat16", max_steps=30),
     "eagle3 of nemotron_h, states moved": Case("nemotron_h", EAGLE3, mended="states_moved"),

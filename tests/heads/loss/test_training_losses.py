@@ -7,6 +7,7 @@ import pytest
 import torch
 from headstart.configs.loader import build, read_config, shipped
 from headstart.engines.heads import HEADS, head_class
+from headstart.heads.assistant import AssistantHead
 from headstart.heads.base import DraftBatch
 from headstart.heads.loss import chunked as depth_loss
 from headstart.heads.loss import functions as losses
@@ -68,7 +69,9 @@ def test_every_loss_trains_every_head(name, head_type, target, make_batch):
         assert all(parameter.grad is not None for parameter in head.parameters())
 
 
-def test_the_state_that_feature_compares_is_what_the_output_layer_reads(head_type, target, make_batch):
+def test_the_state_that_feature_compares_is_what_the_output_layer_or_the_next_depth_reads(
+    head_type, target, make_batch
+):
     head = trained_looking(head_type, target, num_depths=2)
     batch = make_batch(target, head)
     layers = [
@@ -81,6 +84,8 @@ def test_the_state_that_feature_compares_is_what_the_output_layer_reads(head_typ
         assert state.shape[-1] == target.hidden_size
         read.clear()
         head.draft_logits(hidden, depth)
+        if isinstance(head, AssistantHead):  # whose output layer is narrower
+            read = [head.fed_back(hidden)]
         assert any(torch.equal(state.reshape(-1, target.hidden_size), x.reshape(-1, target.hidden_size)) for x in read)
     for hook in hooks:
         hook.remove()
