@@ -30,7 +30,7 @@ from .layouts.foreign import ForeignFolder, Imported, Tensors, bare, local_folde
 def import_head(folder: str | Path, target: Target) -> DraftHead:
     """Load a published or exported head for a target, in its dtype, on its device, in evaluation mode.
 
-    Args: folder: a local one, or a hub id, which is downloaded without any pickle.
+    Args: folder: a local one, or a hub id, which is downloaded; no pickle is read.
     Raises: BadInput if the layout is unknown, the weights are pickles or do not fit, or a part is not supported.
     """
     folder = local_folder(folder)

@@ -272,6 +272,15 @@ class FrozenModel:
         """[..., D] -> [..., V] what the output layer makes of post-norm states."""
         return product(self.output_layer, post_norm.to(self.dtype))
 
+    @property
+    def embedding_scale(self) -> float:
+        """The factor by which the embedding module multiplies its table: sqrt(hidden size) in Gemma, mostly 1.
+
+        A head reads what the module gives, without the factor by which a model like Granite multiplies that later.
+        """
+        module = self.input_embedding
+        return float(getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0)))
+
     def as_logits(self, values: Tensor) -> Tensor:
         """The output layer's values [..., V] as the model's logits: scaled and capped, where it does that."""
         values = values if self.logit_scale == 1 else values * self.logit_scale

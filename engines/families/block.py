@@ -23,6 +23,7 @@ from ..layouts.contracts import (
     EMBEDDING,
     LM_HEAD,
     SIZES,
+    SLIDING,
     Contract,
     llama_keys,
     sizes_of,
@@ -30,7 +31,7 @@ from ..layouts.contracts import (
     vllm_window,
     window_problems,
 )
-from ..layouts.foreign import ForeignFolder, Imported, architecture_of, draft_ids, same_tensor, window_of
+from ..layouts.foreign import MASK, ForeignFolder, Imported, architecture_of, draft_ids, same_tensor, window_of
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import GgufLayout, HeadFolder, Serving, not_in_llamacpp
 from ..layouts.speculators import WINDOW_KEYS, as_speculators, serves_itself
@@ -291,11 +292,19 @@ class BlockServing(Serving):
         if folder.own is not None:
             return Imported({}, tensors, ids)
         taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
-        markov = config.read("markov_head_type", str)
+        markov, nested = config.read("markov_head_type", str), folder.config.inner("dflash_config")
+        architectures = config.read("architectures", list[str]) or [DFLASH]
+        value_scale = nested.read("attention_value_scale", float)
         contract = Contract("block")
         contract.report(config.need("causal", bool), "causal: its slots see only those before them")
         contract.report(markov not in (None, "vanilla"), f"markov_head_type {markov}")
         contract.report(taps not in (None, 0, NUM_TAPS), f"conv_kernel_size: {taps}, expected {NUM_TAPS}")
+        contract.report(config.read("is_neox_style", bool) is False, "is_neox_style: its pairs of channels interleave")
+        contract.report(value_scale not in (None, 1.0), f"dflash_config.attention_value_scale {value_scale}")
+        has_mask = architectures in ALL_DFLASH and (folder.path / MASK).exists()  # vLLM's DSpark reads none
+        contract.report(has_mask, f"{MASK}: the mask token's embedding is not the target's")
+        if architectures == [DFLASH2]:
+            choosers.check_scales(nested, contract, target, is_shared=LM_HEAD not in tensors)
         for problem in contract.problems:
             raise BadInput(f"{problem}: not a block drafter as known here")
         rank = tensors[MARKOV].shape[1] if MARKOV in tensors else 0
@@ -303,7 +312,6 @@ class BlockServing(Serving):
             narrow = tensors[CONFIDENCE]
             tensors[CONFIDENCE] = F.pad(narrow, (0, target.hidden_size + rank - narrow.shape[1]))
         drafts_first = config.need("sample_from_anchor", bool)
-        is_lattice = config.read("architectures", list[str]) == [LILICORR]
         layer = {**config.values, "model_type": "llama"}  # Llama's but for query and key norms
         keys = {
             "feature_layers": [i + 1 for i in config.need("target_layer_ids", list[int])],
@@ -316,7 +324,7 @@ class BlockServing(Serving):
             "conv_group_size": config.need("conv_group_size", int) if taps else None,
             "selector_rank": 0 if selector is None else selector.shape[1],
             "selector_top_k": 16 if selector is None else config.need("selector_top_k", int),
-            **(choosers.lattice_keys(config.need, target.hidden_size) if is_lattice else {}),
+            **(choosers.lattice_keys(config.need, target.hidden_size) if architectures == [LILICORR] else {}),
             "output": "own" if LM_HEAD in tensors else "shared",
             "mask_token_id": config.need("mask_token_id", int),
             "architecture": architecture_of(TypedKeys(layer, config.where).without("sliding_window"), target),
@@ -367,12 +375,13 @@ def plain_config(config: TypedKeys) -> TypedKeys:
         plain["target_layer_ids"] = [i - 1 for i in ids]
     is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ALL_DFLASH
     plain.setdefault("sample_from_anchor", is_dspark and not layer.values)
-    if nested.read("use_swa", bool) and plain.get("layer_types") is None:  # vLLM: all layers, without causality
-        plain |= {"layer_types": ["sliding_attention"], "causal": False}
-        plain["sliding_window"] = nested.read("swa_window_size", int) or plain.get("sliding_window")
     keys = TypedKeys(plain, config.where)
-    all_see, kinds = keys.read("sliding_window_non_causal", bool), keys.read("layer_types", list[str]) or ()
+    is_sliding = SLIDING in (keys.read("layer_types", list[str]) or ())  # then causal is what engines take for granted
+    if nested.read("use_swa", bool) and not is_sliding:  # vLLM: all layers, without causality
+        plain["layer_types"] = [SLIDING]
+    if SLIDING in (plain.get("layer_types") or ()):
+        plain["sliding_window"] = nested.read("swa_window_size", int) or plain.get("sliding_window")
+    all_see = keys.read("sliding_window_non_causal", bool)
     flags = keys.read("is_causal", bool), nested.read("causal", bool), None if all_see is None else not all_see
-    is_sliding = "sliding_attention" in kinds  # then causal is what engines take for granted
     plain["causal"] = next((flag for flag in (*flags, plain.get("causal")) if flag is not None), is_sliding)
     return keys

@@ -3,11 +3,14 @@
 Both have DFlash2's convolutions, LiLiCorr also without. DFlash2 chooses by a selector, LiLiCorr by a lattice.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...base.typed import TypedKeys
 from ...heads.nn.dflash2 import NUM_TAPS
 from ...heads.nn.lilicorr import LILICORR_KEYS
+from ...targets.target import Target
 from ..layouts.contracts import Contract
 
 CONV_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -19,6 +22,21 @@ def lattice_keys(read: Callable[[str, type], Any], hidden_size: int) -> dict[str
     """The keys of a head's own config that say what its lattice is. Args: read: of `dflash_config`, a key of a type."""
     keys = {own: read(key, kind) for key, (own, kind) in LILICORR_KEYS.items()}
     return {**keys, "lattice_size": keys["lattice_size"] or hidden_size}
+
+
+def check_scales(config: TypedKeys, contract: Contract, target: Target, *, is_shared: bool) -> None:
+    """Report keys by which vLLM's DFlash2 scales embeddings, and scales and caps logits, otherwise than the target,
+    which ours takes as it is.
+
+    Args: config: `dflash_config`. is_shared: whether the head drafts by the target's output layer.
+    """
+    factor, cap = (target.logit_scale, target.logit_cap or 0.0) if is_shared else (1.0, 0.0)
+    factors = {"input_embedding_scale": target.embedding_scale, "output_multiplier": factor}
+    for key, wanted in {**factors, "final_logit_softcapping": cap}.items():
+        given = config.read(key, float)
+        found = (1.0 if key in factors else 0.0) if given is None else given
+        is_same = math.isclose(found, wanted, rel_tol=1e-2)  # some are rounded to 16 bits
+        contract.report(not is_same, f"dflash_config.{key} {found}: expected {wanted}, as {target.name} has it")
 
 
 def check_keys(config: Mapping[str, Any], contract: Contract, *, is_dflash2: bool, hidden: int) -> None:

@@ -21,7 +21,8 @@ from ...targets.weights.tensor_files import TensorFiles, read_tensor_files
 
 Tensors = dict[str, Tensor]
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
-WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+MASK = "mask_embedding.pt"  # a pickle, so not read: with it a head is refused
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", MASK)
 COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 ROTARY_KIND: Any = float | bool | list[float]  # of every rotary parameter but its type's name
 

@@ -72,16 +72,11 @@ class HeadFolder:
 
     @cached_property
     def embedding_scale(self) -> float:
-        """The factor by which the target's embedding module multiplies its table: sqrt(hidden size) in Gemma, mostly 1.
-
-        A head reads what the module gives, without the factor by which a model like Granite multiplies that later.
-        Raises: BadInput if the target is not available, or cannot be built without weights.
-        """
+        """The target's. Raises BadInput if it is not available, or cannot be built without weights."""
         if self.target_config is None:
             why = "not there, and what is written depends on how it scales its embeddings: name it with --target"
             raise BadInput(f"target {self.target}: {why}")
-        module = load_skeleton(TargetConfig(path=self.target)).input_embedding
-        return float(getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0)))
+        return load_skeleton(TargetConfig(path=self.target)).embedding_scale
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -73,6 +75,26 @@ def test_what_is_exported_comes_back_the_same(kind, trained, same_drafts, on_dis
     assert load_head(tmp_path / "out", on_disk).config == head.config
     loaded = same_drafts(head, rewritten(tmp_path / "out", publish))
     assert loaded.config.num_depths == 3 and loaded.feature_layers == head.feature_layers
+
+
+@pytest.mark.parametrize(
+    ("nested", "beside"),
+    [
+        ({"use_swa": True}, {"layer_types": ...}),
+        ({"use_swa": True, "swa_window_size": 6}, {"layer_types": ["full_attention"] * 2, "sliding_window": ...}),
+        ({"swa_window_size": 6, "causal": False}, {"sliding_window": 9}),
+    ],
+)
+def test_a_window_is_read_where_vllm_reads_it(nested, beside, trained, same_drafts, tmp_path):
+    head, run = trained(**KINDS["dflash, a window"])
+
+    def publish(config, tensors):
+        for name, value in {**beside, "headstart_export": ..., "is_causal": ..., "dflash_config.causal": ...}.items():
+            key(name, value)(config, tensors)
+        config["dflash_config"] |= nested
+
+    export_head(run, tmp_path / "out", to="vllm")
+    assert same_drafts(head, rewritten(tmp_path / "out", publish)).config.sliding_window == 6
 
 
 def test_a_head_of_the_speculators_library_is_read(trained, same_drafts, tmp_path):
@@ -210,24 +232,39 @@ def test_a_head_from_before_an_option_has_its_default(trained, on_disk, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        (key("is_causal", True), "causal"),
-        (key("layer_types", ["sliding_attention"] * 2), "sliding_window: missing"),
-        (key("layer_types", ["sliding_attention", "full_attention"]), "layer_types"),
-        (key("markov_head_type", "rnn"), "markov_head_type rnn"),
-        (key("mask_token_id", ...), "mask_token_id: missing"),
-        (drop("fc.weight"), "tensor fc.weight"),
+        ("dspark", key("is_causal", True), "causal"),
+        ("dspark", key("layer_types", ["sliding_attention"] * 2), "sliding_window: missing"),
+        ("dspark", key("layer_types", ["sliding_attention", "full_attention"]), "layer_types"),
+        ("dspark", key("markov_head_type", "rnn"), "markov_head_type rnn"),
+        ("dspark", key("mask_token_id", ...), "mask_token_id: missing"),
+        ("dspark", drop("fc.weight"), "tensor fc.weight"),
+        ("dspark", key("is_neox_style", False), "is_neox_style"),
+        ("dflash", key("dflash_config.attention_value_scale", 0.5), "dflash_config.attention_value_scale 0.5"),
+        ("dflash2", key("dflash_config.input_embedding_scale", 5.7), "input_embedding_scale 5.7: expected 1.0, as"),
+        ("dflash2", key("dflash_config.output_multiplier", 0.5), "output_multiplier 0.5: expected 1.0, as"),
+        ("dflash2", key("dflash_config.final_logit_softcapping", 30.0), "softcapping 30.0: expected 0.0, as"),
     ],
 )
-def test_a_block_of_another_kind_is_not_loaded(change, message, copied, on_disk):
+def test_a_block_of_another_kind_is_not_loaded(kind, change, message, copied, on_disk):
     def both(config, tensors):
         del config["headstart_export"]
         change(config, tensors)
 
-    folder = rewritten(copied("block", "vllm", **SIZES), both)
+    folder = rewritten(copied("block", "vllm", **{**SIZES, **KINDS[kind]}), both)
     with pytest.raises(BadInput, match=message):
         load_head(folder, on_disk)
+
+
+def test_a_mask_tokens_own_embedding_is_not_left_out(copied, on_disk):
+    """Which vLLM reads beside DFlash's weights, and not beside DSpark's."""
+    for kind, is_read in (("dspark", False), ("dflash", True)):
+        folder = rewritten(copied("block", "vllm", **{**SIZES, **KINDS[kind]}), key("headstart_export", ...))
+        (folder / "mask_embedding.pt").touch()
+        with pytest.raises(BadInput, match="mask_embedding.pt") if is_read else nullcontext():
+            load_head(folder, on_disk)
+        shutil.rmtree(folder)
 
 
 def test_commands_name_the_method_and_the_width(trained, tmp_path):
