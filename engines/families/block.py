@@ -31,7 +31,7 @@ from ..layouts.contracts import (
     vllm_window,
     window_problems,
 )
-from ..layouts.foreign import MASK, ForeignFolder, Imported, architecture_of, draft_ids, same_tensor, window_of
+from ..layouts.foreign import MASK, ForeignFolder, Imported, architecture_of, draft_ids, equal_tensor, window_of
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import GgufLayout, HeadFolder, Serving, not_in_llamacpp
 from ..layouts.speculators import WINDOW_KEYS, as_speculators, serves_itself
@@ -286,11 +286,11 @@ class BlockServing(Serving):
         config, target = plain_config(folder.config), folder.target
         tensors = folder.bare_tensors(EMBEDDING)
         ids = draft_ids(tensors, target)
-        is_plain = ids is None and LM_HEAD in tensors
-        if is_plain and same_tensor(tensors[LM_HEAD], target.output_layer.weight.detach().cpu()):
-            del tensors[LM_HEAD]  # the target's own
         if folder.own is not None:
             return Imported({}, tensors, ids)
+        is_plain = ids is None and LM_HEAD in tensors
+        if is_plain and equal_tensor(tensors[LM_HEAD], target.output_layer.weight.detach().cpu()):
+            del tensors[LM_HEAD]  # the target's own
         taps, selector = config.read("conv_kernel_size", int), tensors.get(PREDECESSORS)
         markov, nested = config.read("markov_head_type", str), folder.config.inner("dflash_config")
         architectures = config.read("architectures", list[str]) or [DFLASH]

@@ -5,10 +5,11 @@ import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from damaging import drop, key, rewritten
+from damaging import drop, key, put, rewritten
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_folder
 from headstart.engines.export import export_head, read_folder, serve_commands
@@ -95,6 +96,19 @@ def test_a_window_is_read_where_vllm_reads_it(nested, beside, trained, same_draf
 
     export_head(run, tmp_path / "out", to="vllm")
     assert same_drafts(head, rewritten(tmp_path / "out", publish)).config.sliding_window == 6
+
+
+def test_only_an_output_layer_that_is_the_targets_is_shared(trained, on_disk, tmp_path):
+    """One that training has moved little is the head's own, and so is the target's where our record says so."""
+    _, run = trained(**KINDS["dflash"])
+    export_head(run, tmp_path / "out", to="vllm")
+    theirs = on_disk.output_layer.weight.detach()
+    folder = rewritten(tmp_path / "out", put("lm_head.weight", lambda _: theirs))
+    assert load_head(folder, on_disk).config.output == "own"
+    rewritten(folder, key("headstart_export", ...))
+    for moved, output in ((0.0, "shared"), (5e-4, "own")):
+        head: Any = load_head(rewritten(folder, put("lm_head.weight", lambda _, by=moved: theirs + by)), on_disk)
+        assert head.config.output == output and torch.equal(head.output_rows(), theirs + moved)
 
 
 def test_a_head_of_the_speculators_library_is_read(trained, same_drafts, tmp_path):
