@@ -67,7 +67,7 @@ def speculators_config(head: HeadFolder) -> dict[str, Any]:
     kind = next(kind for kind, name in PLAIN.items() if config["architectures"] == [name])
     keys = [key for key in WINDOW_KEYS if key in config]
     made = as_speculators(head, architecture=IN_SPECULATORS[kind], kind=kind, layer_keys=keys)
-    made["transformer_layer_config"] |= {"is_causal": False}  # of DSpark vLLM reads it there alone
+    made["transformer_layer_config"] |= {"is_causal": False}  # vLLM reads it there first, of DSpark nowhere else
     return {
         **made,
         "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
@@ -116,7 +116,7 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
     kind, ids = str(config.get("speculators_model_type")), config.get("aux_hidden_state_layer_ids")
     known = f"speculators_model_type: {kind}, expected {' or '.join(IN_SPECULATORS)}"
     contract.report(kind not in IN_SPECULATORS, known)
-    why = "without it vLLM makes the slots of every layer see only earlier slots"
+    why = "where it is false, vLLM makes the slots of every layer see only earlier slots, and defaults differ"
     contract.want(config, "sliding_window_non_causal", True, why)
     is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
     contract.report(not is_list, f"aux_hidden_state_layer_ids: expected inputs of layers, found {ids!r}")
@@ -133,7 +133,7 @@ def of_speculators(config: Mapping[str, Any], contract: Contract) -> dict[str, A
     made = {
         "num_target_layers": max(layers, default=0) + 1,  # not said there
         "target_layer_ids": layers,
-        "is_causal": kind == "dspark" and bool(layer.get("is_causal", "sliding_attention" in kinds)),
+        "is_causal": bool(layer.get("is_causal", kind == "dspark" and SLIDING in kinds)),
         "architectures": [PLAIN.get(kind, DSPARK)],
         "dflash_config": {
             **{"causal": False, "mask_token_id": config.get("mask_token_id"), "target_layer_ids": layers},
@@ -375,6 +375,8 @@ def plain_config(config: TypedKeys) -> TypedKeys:
         plain["target_layer_ids"] = [i - 1 for i in ids]
     is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ALL_DFLASH
     plain.setdefault("sample_from_anchor", is_dspark and not layer.values)
+    if layer.values and not is_dspark:
+        plain.setdefault("sliding_window_non_causal", True)  # as vLLM does, which reads none of DSpark
     keys = TypedKeys(plain, config.where)
     is_sliding = SLIDING in (keys.read("layer_types", list[str]) or ())  # then causal is what engines take for granted
     if nested.read("use_swa", bool) and not is_sliding:  # vLLM: all layers, without causality

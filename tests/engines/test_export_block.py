@@ -145,8 +145,13 @@ def test_the_speculators_layout_comes_back_the_same_also_without_our_record(
     assert config["transformer_layer_config"]["is_causal"] is False
     assert load_head(tmp_path / "out", on_disk).config == head.config
     same_drafts(head, rewritten(tmp_path / "out", key("headstart_export", ...)))
-    if kind == "dspark, a window":  # vLLM takes sliding layers of DSpark for causal ones
-        damaged = rewritten(tmp_path / "out", key("transformer_layer_config.is_causal", ...))
+    if "dspark" not in kind:
+        rewritten(tmp_path / "out", key("transformer_layer_config.is_causal", ...))
+        same_drafts(head, rewritten(tmp_path / "out", key("sliding_window_non_causal", ...)))
+    causal = {"dspark, a window": ..., "dflash": True}  # vLLM takes sliding layers of DSpark for causal ones
+    if kind in causal:
+        rewritten(tmp_path / "out", key("sliding_window_non_causal", True))
+        damaged = rewritten(tmp_path / "out", key("transformer_layer_config.is_causal", causal[kind]))
         assert any("is_causal" in problem for problem in check_folder(damaged).problems)
 
 
