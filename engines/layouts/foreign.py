@@ -24,6 +24,7 @@ HUB_ID = r"\w[\w.-]*/[\w.-]+"
 MASK = "mask_embedding.pt"  # a pickle, so not read: with it a head is refused
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", MASK)
 COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+NORM_EPS = 1e-6  # that engines take where none is said: of transformers' Llama and Qwen3
 ROTARY_KIND: Any = float | bool | list[float]  # of every rotary parameter but its type's name
 
 
@@ -111,8 +112,8 @@ def architecture_of(config: TypedKeys, target: Target) -> dict[str, Any]:
     Raises: BadInput if its layers are not Llama's, its hidden size is not the target's, or a value is of another type.
     """
     ours = llama_config(target.config).to_dict()
-    read = {**{key: config.count(key) for key in COUNTS}, "rms_norm_eps": config.read("rms_norm_eps", float)}
-    own: dict[str, Any] = {key: value for key, value in read.items() if value is not None}
+    own: dict[str, Any] = {key: value for key in COUNTS if (value := config.count(key)) is not None}
+    own["rms_norm_eps"] = config.read("rms_norm_eps", float) or NORM_EPS
     heads = own.get("num_attention_heads", ours["num_attention_heads"])
     own.setdefault("num_key_value_heads", heads if "num_attention_heads" in own else ours["num_key_value_heads"])
     own["head_dim"] = config.count("head_dim") or ours["hidden_size"] // heads

@@ -177,10 +177,11 @@ def test_eagle3_of_others_drafts_as_the_formulas_say(published, target, config, 
     assert (head.vocabulary is None) == (config.get("draft_vocab_size") == 61)
 
 
-def test_default_layers_are_the_engines(published, saved_target, tiny_target):
-    deep = tiny_target(num_hidden_layers=8)
-    head = import_head(published({**EAGLE3, **ARCHITECTURE}, eagle3_tensors()), deep)
-    assert head.feature_layers == (2, 4, 5)
+def test_defaults_are_the_engines(published, tiny_target):
+    deep = tiny_target(num_hidden_layers=8, rms_norm_eps=1e-5)
+    config = {key: value for key, value in EAGLE3.items() if key != "rms_norm_eps"}
+    head: Any = import_head(published({**config, **ARCHITECTURE}, eagle3_tensors()), deep)
+    assert head.feature_layers == (2, 4, 5) and head.norm.eps == 1e-6
 
 
 def test_eagle1_of_others_drafts_as_the_formulas_say(published, target):
