@@ -1,4 +1,5 @@
-"""vLLM (0.33): how it calls the ways of drafting, what it is told of a head, and words in a path that mislead it."""
+"""vLLM (0.32; 0.33 was only read): how it calls the ways of drafting, what it is told of a head, and words in a path
+that mislead it."""
 
 import json
 from pathlib import Path

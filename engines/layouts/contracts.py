@@ -137,8 +137,8 @@ def vllm_window(config: Mapping[str, Any]) -> int | None:
 def window_problems(config: Mapping[str, Any], *, in_sglang: str, to: str) -> list[str]:
     """Problems of a config, for one engine or for those that read this layout. in_sglang: what SGLang does instead.
 
-    vLLM 0.33 reads `layer_types` and `sliding_window`, and lets all slots of a block see each other where `is_causal`
-    is false. Source: the code of both (llama.py, llama_eagle3.py, qwen3_dflash.py, flash_attn.py; dflash.py); 0.32 was
+    vLLM 0.32 reads `layer_types` and `sliding_window`, and lets all slots of a block see each other where `is_causal`
+    is false. Source: the code of both (llama.py, llama_eagle3.py, qwen3_dflash.py, flash_attn.py; dflash.py); vLLM was
     run with EAGLE-3 and DFlash (tests/vllm), SGLang was not.
     """
     layer, problems = config.get("transformer_layer_config") or config, list[str]()

@@ -1,4 +1,4 @@
-"""vLLM's server (0.32, 0.33), started for texts or for states, and its counters."""
+"""vLLM's server (0.32; 0.33 was only read), started for texts or for states, and its counters."""
 
 import json
 from collections.abc import Sequence
