@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,10 +188,3 @@ class MtpServing(Serving):
             raise BadInput(f"{next(iter(counts))}: several MTP modules, one each depth; heads here have one for all")
         keys: dict[str, Any] = {"layout": layout, "init": "random"}
         return Imported(keys, read_modules(folder.path, folder.fresh(keys)))
-
-    def not_in_llamacpp(self, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Several modules in Qwen's layout, which has one `fc`."""
-        count = config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1))
-        is_shared = config.get("model_type") in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-        known = f"num_nextn_predict_layers: {count}, it reads one module of this layout"
-        return [known] if is_shared and count > 1 else []
