@@ -33,7 +33,7 @@ TAPPED = (
     "nemotron_h minimax_m2"
 ).split()
 # kinds of target whose MTP modules it has a graph for
-WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text deepseek_v32 glm4_moe".split()
+WITH_MODULES = "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text glm4_moe".split()
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SCRIPT = "convert_hf_to_gguf.py"
