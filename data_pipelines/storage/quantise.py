@@ -27,10 +27,6 @@ class Packed:
     values: Tensor  # [n, ..., D] of a dtype in STORAGE; in uint8 the bits of int8 or fp8
     scales: Tensor | None  # [n, ...] positive for int8, negative for fp8; None unless stored with 8 bits
 
-    @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
     def split(self, sizes: list[int]) -> list["Packed"]:
         """Parts of these sizes along the first dimension."""
         scales = [None] * len(sizes) if self.scales is None else self.scales.split(sizes)

@@ -52,9 +52,8 @@ class Manifest:
 
 
 class ShardWriter:
-    """Writes samples into the shards of a folder; continues after an interrupted writer with the same fields.
-
-    num_rows: rows in complete shards, which must not be added again. done: the complete shards by number.
+    """Writes samples into the shards of a folder: row by row, or whole shards, of which an interrupted writer with the
+    same fields may have left some. done: the complete shards by number.
     """
 
     def __init__(self, folder: str | Path, *, fields: Mapping[str, Any] | None = None, shard_bytes: int = SHARD_BYTES):
@@ -76,15 +75,11 @@ class ShardWriter:
             self.done = {number: entry for number, entry in self._progress() if sizes.get(entry.file) == entry.bytes}
         except OSError as error:
             raise BadInput(f"{folder}: {error.strerror}") from error
-        self._number = next(n for n in range(len(self.done) + 1) if n not in self.done)
-        self.num_rows = sum(self.done[n].num_rows for n in range(self._number))
 
     def add(self, stored: StoredSample) -> None:
-        """Add the next row. It is written when its shard is full, or by `finish`."""
+        """Add the next row of a new folder. It is written when its shard is full, or by `finish`."""
         self._rows.append(stored)
         self._num_bytes += row_bytes(len(stored.sample))
-        if stored.packed is not None:
-            self._num_bytes += stored.packed.features.num_bytes + stored.packed.post_norm.num_bytes
         if self._num_bytes >= self.shard_bytes:
             self._flush()
 
@@ -107,9 +102,8 @@ class ShardWriter:
         return manifest
 
     def _flush(self) -> None:
-        self.write(self._number, self._rows)
-        self.num_rows += len(self._rows)
-        self._rows, self._num_bytes, self._number = [], 0, self._number + 1
+        self.write(len(self.done), self._rows)
+        self._rows, self._num_bytes = [], 0
 
     def _check_same(self) -> None:
         path = self.folder / PROGRESS / "fields.json"

@@ -42,7 +42,7 @@ def kept_of(length, storage, size, source):
 def write(folder, rows, *, storage=None, shard_bytes=1000, **fields):
     fields = {"storage_dtype": storage, "dtype": "float32" if storage else None, **fields}
     writer = ShardWriter(folder, fields=fields, shard_bytes=shard_bytes)
-    for row in rows[writer.num_rows :]:
+    for row in rows:
         writer.add(row)
     return writer.finish()
 
@@ -66,7 +66,7 @@ def test_samples_come_back_in_any_order(tmp_path):
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "8bit"])
 def test_states_come_back_dense(storage, tmp_path):
     rows = make_rows(storage=storage)
-    write(tmp_path / "a", rows, storage=storage, shard_bytes=20_000)
+    write(tmp_path / "a", rows, storage=storage)
     for stored, row in zip(Shards(tmp_path / "a"), rows, strict=True):
         assert stored.sample == row.sample and row.packed is not None and stored.states is not None
         for name in ("features", "post_norm"):
@@ -94,18 +94,25 @@ def test_few_files_are_open_at_a_time_and_folders_can_be_sent(tmp_path, monkeypa
     assert not sent._open and sent[5].sample == rows[5].sample
 
 
-def test_an_interrupted_writer_goes_on_where_the_last_shard_ended(tmp_path):
-    rows = make_rows()
-    write(tmp_path / "whole", rows)
-    for stop in (0, 1, 7, 23, 40):
-        writer = ShardWriter(tmp_path / "cut", fields={"storage_dtype": None, "dtype": None}, shard_bytes=1000)
-        for row in rows[writer.num_rows : stop]:
-            writer.add(row)  # what is not in a full shard is lost with the process
+def test_an_interrupted_writer_goes_on_with_the_shards_that_are_missing(tmp_path):
+    rows, fields = make_rows(), {"storage_dtype": None, "dtype": None}
+    shards = [rows[:7], rows[7:23], rows[23:]]
+
+    def written(folder, numbers):
+        writer = ShardWriter(tmp_path / folder, fields=fields)
+        missing = [number for number in numbers if number not in writer.done]
+        for number in missing:
+            writer.write(number, shards[number])
+        return writer, missing
+
+    written("whole", range(3))[0].finish()
+    assert [written("cut", numbers)[1] for numbers in ([0], [0, 1])] == [[0], [1]]
     leftover = tmp_path / "cut" / unfinished_name("shard_00002.safetensors", 999999999)
     leftover.write_bytes(b"half a shard")
     (tmp_path / "cut" / "shard_00001.safetensors").write_bytes(b"")  # as a loss of power may leave it
-    write(tmp_path / "cut", rows)
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    writer, missing = written("cut", range(3))
+    writer.finish()
+    assert missing == [1, 2] and contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
