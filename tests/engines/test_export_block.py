@@ -19,8 +19,12 @@ from headstart.engines.heads import load_head
 DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
 DFLASH2 = {**DFLASH, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
 LILICORR = {**DFLASH, "selector_rank": 6, "selector_top_k": 4, "lattice_layers": 2}
+ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+OWN = {"intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+OWN |= {"rms_norm_eps": 1e-5, "rope_parameters": ROPE}
 KINDS = {
     "dspark": {},
+    "dspark, its own layers": {"feature_layers": [0, 2], "architecture": OWN},
     "dspark, a window": {"sample_from_anchor": False, "sliding_window": 6},
     "dspark, cut": {"draft_vocab_size": 24, "output": "own", "confidence": True},
     "dflash": {**DFLASH, "output": "own"},
@@ -45,10 +49,15 @@ def trained(trained, on_disk):
 
 @pytest.fixture
 def same_drafts(on_disk, make_batch):
-    """same_drafts(head, folder): what is loaded from the folder, which drafts as the head does."""
+    """same_drafts(head, folder): what is loaded from the folder, whose tensors, keys and drafts are the head's."""
 
     def check(head, folder):
         loaded, batch = load_head(folder, on_disk), make_batch(on_disk, head)
+        assert loaded.mask_token == head.mask_token and loaded.feature_layers == head.feature_layers
+        for name in set(SERVINGS["block"].computes) - {"mask_token_id"}:
+            assert getattr(loaded.config, name) == getattr(head.config, name), name
+        assert head.state_dict().keys() == loaded.state_dict().keys()
+        assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
         mine, theirs = (each.teacher_forced_logits(batch)[1] for each in (head, loaded))
         torch.testing.assert_close(theirs, mine)
         return loaded
@@ -74,8 +83,7 @@ def test_what_is_exported_comes_back_the_same(kind, trained, same_drafts, on_dis
     export_head(run, tmp_path / "out", to="vllm")
     assert check_folder(tmp_path / "out").problems == []
     assert load_head(tmp_path / "out", on_disk).config == head.config
-    loaded = same_drafts(head, rewritten(tmp_path / "out", publish))
-    assert loaded.config.num_depths == 3 and loaded.feature_layers == head.feature_layers
+    assert same_drafts(head, rewritten(tmp_path / "out", publish)).config.num_depths == 3
 
 
 @pytest.mark.parametrize(
