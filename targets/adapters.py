@@ -5,7 +5,7 @@ into it when it is loaded, are another thing: targets/served_adapter.py.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from .weights.served_adapter import PREFIX, WEIGHTS
 ADAPTER = "default"  # what peft calls the only adapter of a module
 
 
-def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int, key: str) -> None:
+def add_adapters(module: nn.Module, *, rank: int, alpha: float, outputs: Sequence[Tensor], key: str) -> None:
     """Freeze a module and put a trainable adapter on each linear layer except output layers.
 
     An adapter adds alpha / rank * B A x; B starts as zeros.
 
-    Args: vocab_size: a layer with this many outputs is an output layer. key: config key of the rank, for messages.
+    Args: outputs: the weights of output layers. key: config key of the rank, for messages.
     Raises: BadInput if peft is missing, or the module already has adapters or has no layer for them.
     """
     try:
@@ -33,11 +33,11 @@ def add_adapters(module: nn.Module, *, rank: int, alpha: float, vocab_size: int,
     except ImportError as error:
         raise BadInput(f"{key} {rank}: needs the package peft (pip install peft)") from error
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    outputs = [name for name, layer in linear.items() if layer.out_features == vocab_size]
+    without = [name for name, layer in linear.items() if any(layer.weight is weight for weight in outputs)]
     if adapted_layers(module) or any(isinstance(part, TargetAdapter) for part in module.modules()):
         raise BadInput(f"{key} {rank}: this {type(module).__name__} has adapters already")
     scale: Any = alpha  # peft annotates an int and takes any number
-    config = LoraConfig(r=rank, lora_alpha=scale, target_modules="all-linear", exclude_modules=outputs or None)
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules="all-linear", exclude_modules=without or None)
     try:
         inject_adapter_in_model(config, module)
     except ValueError as error:
@@ -74,7 +74,8 @@ class TargetAdapter(nn.Module):
 
     def __init__(self, target: Target, *, rank: int, alpha: float):
         super().__init__()
-        add_adapters(target.model, rank=rank, alpha=alpha, vocab_size=target.vocab_size, key="head.target_lora_rank")
+        outputs = [target.output_layer.weight]
+        add_adapters(target.model, rank=rank, alpha=alpha, outputs=outputs, key="head.target_lora_rank")
         target.is_adapted = True
         adapted = adapted_layers(target.model)
         self.layers_of_target = list(adapted.values())  # in a list, so that they are not registered as submodules

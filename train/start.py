@@ -212,7 +212,7 @@ def first_head(run: RunConfig, target: Target, draft_token_ids: Tensor | None, c
                 head,
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
-                vocab_size=head.num_drafted,
+                outputs=head.vocabulary_matrices(),
                 key="train.lora_rank",
             )
     return head

@@ -25,7 +25,7 @@ def fresh(head_type, target, **changes):
 def adapt(head):
     """With adapters of rank 3, which add nothing yet."""
     torch.manual_seed(2)
-    add_adapters(head, rank=3, alpha=6.0, vocab_size=head.target.vocab_size, key="train.lora_rank")
+    add_adapters(head, rank=3, alpha=6.0, outputs=head.vocabulary_matrices(), key="train.lora_rank")
     return head
 
 
@@ -72,7 +72,10 @@ def test_what_is_saved_is_an_ordinary_head(head_type, target, make_batch, tmp_pa
 
 def test_output_layers_are_left_as_they_are(target):
     assert set(adapted_layers(adapt(fresh("medusa", target, num_depths=2)))) == {"0.0.linear", "1.0.linear"}
-    assert "lm_head" not in adapted_layers(adapt(fresh("eagle3", target)))
+    size = target.hidden_size  # of most layers' outputs, and as many tokens
+    config = HEADS["eagle3"].config_class(type="eagle3", draft_vocab_size=size)
+    adapted = adapted_layers(adapt(build_head(config, target, draft_token_ids=torch.arange(size))))
+    assert "lm_head" not in adapted and {"fc", "midlayer.self_attn.o_proj", "midlayer.mlp.down_proj"} <= adapted.keys()
 
 
 def test_adapters_are_added_once_and_by_peft_alone(target, monkeypatch):
