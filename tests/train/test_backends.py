@@ -73,6 +73,13 @@ def test_every_backend_trains_as_one_process_and_resumes_exactly(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["zero3", "fsdp2"])
+def test_adapters_of_a_sharded_head_train_as_in_one_process(backend, launching, shared_memory_op, by_one, tmp_path):
+    how = (f"train.start_from={by_one() / 'final'}", "train.lora_rank=2")
+    same_training(launching.finish(backend, tmp_path / "adapted", *how), by_one(*how))
+
+
+@pytest.mark.slow
 def test_one_process_speaks_for_all(launching, tmp_path):
     launching.finish("ddp", tmp_path / "two", "head.draft_vocab_size=20", "data.max_length=6", "train.max_steps=3")
     said = " ".join((tmp_path / "two.log").read_text().split())
