@@ -149,6 +149,8 @@ class AssistantHead(OwnOutputReader):
         self.layers = nn.ModuleList(
             QueryLayer(width, inner, num_heads=config.num_heads, head_dim=dim, eps=eps) for dim in dims
         )
+        for layer, i in zip(self.query_layers, self.read_by, strict=True):  # scores as large as the target's own
+            nn.init.constant_(layer.self_attn.q_norm.weight, self.sources[i].query_size)
         self.norm = RMSNorm(width, eps=eps)
         self.post_projection = nn.Linear(width, target.hidden_size, bias=False)
         self.lm_head = nn.Linear(width, self.num_drafted, bias=False)

@@ -32,6 +32,7 @@ class TargetKeys:
         # in tokens, a query's own position among them; None: no limit
         self.window: int | None = getattr(target.config, "sliding_window", None) if is_sliding else None
         self.by_kind = "full_attention" in (getattr(target.config, "rope_parameters", None) or {})
+        self.query_size = 1.0  # root mean square of the layer's own queries, times the factor on its scores
         refusal = f"target {target.name}: the keys of its layer {index} cannot be read from its input"
         try:
             if target.device.type != "meta":  # shapes without weights: nothing to compute
@@ -60,8 +61,7 @@ class TargetKeys:
     @torch.no_grad()
     def __call__(self, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [B, Nkv, Q, H], from the states [B, Q, D] that enter the layer at places [B, Q]."""
-        attention, states = self.layer.self_attn, entering.to(self.target.dtype)
-        read = self.layer.input_layernorm(states)
+        attention, read = self.layer.self_attn, self._read(entering)
         keys = attention.k_proj(read).unflatten(-1, (-1, self.head_dim))  # [B, Q, Nkv, H]
         own = getattr(attention, "v_proj", None)  # large Gemma 4 targets take the projected keys
         values = keys if own is None else own(read).unflatten(-1, (-1, self.head_dim))
@@ -69,8 +69,12 @@ class TargetKeys:
             x if (norm := getattr(attention, name, None)) is None else norm(x)
             for x, name in ((keys, "k_norm"), (values, "v_norm"))
         )
-        keys = rotate(keys.transpose(1, 2), self.rotation(places, like=states))
+        keys = rotate(keys.transpose(1, 2), self.rotation(places, like=read))
         return keys, values.transpose(1, 2)
+
+    def _read(self, entering: Tensor) -> Tensor:
+        """[B, Q, D] what the projections read."""
+        return self.layer.input_layernorm(entering.to(self.target.dtype))
 
     def _check(self, refusal: str) -> None:
         """Compare with what the target writes to its cache."""
@@ -86,6 +90,10 @@ class TargetKeys:
             error = ((got.float() - wanted).norm() / wanted.norm()).item()
             if not error < TOLERANCE:
                 raise BadInput(f"{refusal}: its {name} differ by {error:.0%}")
+        attention: Any = self.layer.self_attn
+        queries = attention.q_proj(self._read(output.features[:, :, 0])).unflatten(-1, (-1, self.head_dim))
+        queries = queries if (norm := getattr(attention, "q_norm", None)) is None else norm(queries)
+        self.query_size = float(queries.float().square().mean().sqrt() * attention.scaling)
 
 
 class QueryAttention(nn.Module):
