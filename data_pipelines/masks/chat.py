@@ -43,7 +43,7 @@ def encode_rows(
     vocab_size: int | None = None,
 ) -> Iterator[Sample]:
     """Yield the used samples of rows, in order. Adds to `counts` the numbers of rows `kept` and `dropped`, and of those
-    kept the numbers `cut` and `split`.
+    kept the numbers `cut` (at an end, or by a whole sequence that is too long) and `split`.
 
     A row is dropped if no sample of it is used, if no supervised token remains, if it is a chat whose tool calls the
     template omits, or, with `too_long: drop`, if it has more than `max_length` tokens; and if `encode_row` refuses it,
@@ -58,13 +58,14 @@ def encode_rows(
     encode = partial(encode_or_refuse, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
     for encoded in in_order(encode, rows, num_workers=config.num_workers):
         num_rows += 1
-        samples = [] if isinstance(encoded, Refused) else list(filter(is_used, encoded))
         if isinstance(encoded, Refused):
             num_refused, problem = num_refused + 1, problem or encoded.problem
             counts[encoded.reason] += 1
+            encoded = []
+        samples = list(filter(is_used, encoded))
         counts["kept" if samples else "dropped"] += 1
-        counts["cut"] += any(sample.num_cut for sample in samples)
-        counts["split"] += len(samples) > 1
+        counts["cut"] += bool(samples) and any(sample.num_cut for sample in encoded)
+        counts["split"] += bool(samples) and any(sample.is_piece for sample in encoded)
         yield from samples
     if 2 * num_refused > num_rows:
         raise BadInput(problem if num_rows == 1 else f"{problem} ({num_refused} of {num_rows} rows are refused)")
@@ -134,6 +135,7 @@ def encode_row(
         config = replace(config, too_long="cut")
     markers = _markers(table, config)
     samples: list[Sample] = []
+    num_lost = 0  # tokens of whole sequences that `max_length` leaves nothing of
     for sequence in sequences[-1:] if config.turns == "last" else sequences:
         input_ids, spans = sequence.input_ids, sequence.spans
         if all(start == end for start, end in spans):
@@ -146,8 +148,12 @@ def encode_row(
                 supervised[start:end] = False
         whole = Sample.of(input_ids, supervised.tolist(), segments=segments.tolist())
         whole.source = source
-        samples += _fitted(whole, table, config)
-    return _with_pictures(samples, pictures, row, tokenizer) if pictures else samples
+        fitted = _fitted(whole, table, config)
+        fitted = _with_pictures(fitted, pictures, row, tokenizer) if pictures else fitted
+        num_lost += len(whole) if whole.loss_mask.any() and not fitted else 0
+        samples += fitted
+    samples[-1:] = [replace(last, num_cut=last.num_cut + num_lost) for last in samples[-1:]]
+    return samples
 
 
 def pictures_in(row: Row) -> tuple[str, ...]:

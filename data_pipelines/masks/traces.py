@@ -57,7 +57,8 @@ def _piece(whole: Sample, prompt: np.ndarray, context: int, begin: int, end: int
     positions = np.concatenate([prompt, np.arange(context, end)])
     loss_mask = whole.loss_mask[positions]
     loss_mask[: len(positions) - (end - begin)] = False
-    return replace(whole, input_ids=whole.input_ids[positions], segments=whole.segments[positions], loss_mask=loss_mask)
+    parts = {name: getattr(whole, name)[positions] for name in ("input_ids", "segments")}
+    return replace(whole, **parts, loss_mask=loss_mask, is_piece=True)
 
 
 def _boundary(input_ids: np.ndarray, earliest: int, latest: int, text_of: Callable[[int], str]) -> int:

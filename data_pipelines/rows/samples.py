@@ -19,7 +19,8 @@ class Sample:
     input_ids: np.ndarray  # [T] int32
     segments: np.ndarray  # [T] uint8, indices into SEGMENTS
     loss_mask: np.ndarray  # [T] bool, True if a head is trained to predict this token (it is supervised)
-    num_cut: int = 0  # tokens at the end of the row that data.max_length cut off; not stored
+    num_cut: int = 0  # tokens of the row that are left out because of data.max_length; not stored
+    is_piece: bool = False  # of a row that was split; not stored
     source: str = FROM_TEXT
     pictures: tuple[str, ...] = ()  # at its image tokens, in order, as in targets/images/pictures.py
 

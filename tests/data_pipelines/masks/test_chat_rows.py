@@ -181,6 +181,27 @@ def test_long_rows_are_dropped_or_split_where_that_is_asked_for() -> None:
     assert new == [3, 4, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({"max_length": 13}, {"kept": 1}),
+        ({"max_length": 11}, {"kept": 1, "cut": 1}),
+        ({"max_length": 9}, {"kept": 1, "cut": 1}),  # its second sequence has nothing to learn
+        ({"max_length": 9, "too_long": "drop"}, {"kept": 1, "cut": 1}),
+        ({"max_length": 9, "too_long": "split"}, {"kept": 1, "split": 1}),
+        ({"max_length": 13, "too_long": "split"}, {"kept": 1}),
+    ],
+    ids=str,
+)
+def test_of_a_row_of_several_sequences_what_is_left_out_is_counted(how, wanted) -> None:
+    tokenizer, counts = make_tokenizer(CHATML), Counter[str]()
+    first, second = (tokenizer(text).input_ids for text in ("hiok", "hi again?sure"))
+    sequences = [{"input_ids": first, "turns": [[1, 2, 4]]}, {"input_ids": second, "turns": [[3, 9, 13]]}]
+    row = {"messages": turns("hi", "ok", "again?", "sure"), "written_ids": {"sequences": sequences}}
+    assert list(encode_rows([Row(row, "a:1")], tokenizer, config(**how), counts=counts))
+    assert +counts == wanted
+
+
 def test_rows_are_encoded_one_at_a_time() -> None:
     def endless() -> Iterator[Row]:
         while True:
