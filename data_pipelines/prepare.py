@@ -40,7 +40,7 @@ class PrepareConfig:
     # evaluation prompts: rows with the same question are dropped
     exclude: str | list[str | dict[str, Any]] | None = None
     filters: FilterConfig = field(default_factory=FilterConfig)
-    validation_share: float = 0.01  # share of rows for validation, selected by a hash of the prompt
+    validation_share: float = 0.01  # share of rows for validation, selected by a hash of the first question
     tokenizer: LocalPath | None = None  # a folder or hub id: drops chats that its chat template refuses
     # chats of the same system prompt are joined to rows of up to so many tokens, for heads that draft in long contexts
     join_tokens: int | None = None
@@ -78,8 +78,7 @@ class JudgedRow:
     reason: str | None = None  # why it is dropped; None: it is kept
     problem: str = ""  # the error message of a malformed row
     key: bytes = b""  # digest for deduplication: of rows with equal keys only the first is kept
-    prompt: bytes = b""  # digest of the turns before the first answer
-    question: bytes = b""  # digest of the first user turn
+    question: bytes = b""  # digest of `Conversation.question`
     line: bytes = b""  # the line to write
     num_tokens: int = 0  # of a chat as its template renders it, where chats are joined
 
@@ -88,8 +87,8 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
     """Writes OUTPUT/train.jsonl, validation.jsonl and card.json.
 
     Rows are `{id, source, source_id, ...}` with `messages` and `tools`, `prompt`, or `text`; the id is a hash of the
-    conversation and the source's own id. A row's split depends only on a hash of its prompt, so that all answers to a
-    prompt are in one split. Memory: about 100 bytes per conversation, and a few thousand rows.
+    conversation and the source's own id. A row's split depends only on a hash of its first question, so that all that
+    asks the same is in one split. Memory: about 100 bytes per conversation, and a few thousand rows.
 
     If OUTPUT was prepared before with the same config from the same files, nothing is done.
 
@@ -121,7 +120,7 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
                 splits[SPLITS[split]]["rows"] += 1
 
         for row in in_order(partial(judge, config=config), rows, num_workers=config.num_workers):
-            is_validation = int.from_bytes(row.prompt[:8], "big") < config.validation_share * 2**64
+            is_validation = int.from_bytes(row.question[:8], "big") < config.validation_share * 2**64
             reason = row.reason or _reason_beside_others(row, excluded, digests)
             tally.count(row, reason)
             if reason is None:
@@ -217,8 +216,7 @@ def judge(row: Row, config: PrepareConfig) -> JudgedRow:
     return replace(
         judged,
         key=turns_digest([*conversation.turns, ("tools", conversation.tools)]),
-        prompt=turns_digest(conversation.prompt),
-        question=turns_digest(conversation.question) if config.exclude else b"",
+        question=turns_digest(conversation.question),
         line=line,
         num_tokens=num_tokens,
     )

@@ -39,15 +39,11 @@ class Conversation:
         return sum(len(text) for _, text in self.turns)
 
     @property
-    def prompt(self) -> list[tuple[str, str]]:
-        """The turns before the first answer; for a plain text the text itself."""
-        answers = (index for index, (role, _) in enumerate(self.turns) if role == "assistant")
-        return self.turns[: next(answers, None)]
-
-    @property
     def question(self) -> list[tuple[str, str]]:
-        """The first user turn; for a plain text the text itself."""
-        return [turn for turn in self.turns if turn[0] in ("user", "text")][:1]
+        """The first user turn, by which rows are split; for a plain text the text itself. Where nobody asks, the first
+        answer."""
+        asked = [turn for turn in self.turns if turn[0] in ("user", "text")]
+        return (asked or [turn for turn in self.turns if turn[0] == "assistant"])[:1]
 
     @property
     def tools(self) -> str:

@@ -102,7 +102,7 @@ def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conve
         conversation = conversation_of(Row(row, origin))
     if not any(text.strip() for text in conversation.answers):
         raise BadInput(f"{origin}: no answer in it")
-    first = turns_digest(conversation.question or conversation.prompt).hex()
+    first = turns_digest(conversation.question).hex()
     domain = domain_in(everything)
     return ServedChat(row, origin, first, domain), conversation
 

@@ -20,7 +20,7 @@ from ...heads.stored.fit import row_share
 from ...targets.chat.written_ids import KEY
 from ...targets.target import Target
 from .candidates import BATCH_SIZE
-from .held_out import as_question, write_rows
+from .held_out import first_asked, write_rows
 from .machine import without_weights
 from .running.journal import AnswerCounts, known
 from .running.session import AutoRun
@@ -171,12 +171,8 @@ def read_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def first_question(row: dict[str, Any]) -> str:
-    """What an answered row was asked first, as `PromptRow.question`."""
-    if "prompt" in row:
-        return as_question([{"role": "user", "content": row["prompt"]}])
-    messages = row["messages"]
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return as_question(messages[:first])
+    """`first_asked` of an answered row."""
+    return first_asked(row.get("messages") or [{"role": "user", "content": row["prompt"]}])
 
 
 def joined_manifest(folders: Sequence[Path]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def held_out_questions(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of --prompts. Rows whose questions are the same when `plain` are duplicates."""
+    """A row of --prompts. Rows with the same `first_asked` are duplicates."""
 
     question: str  # the messages before the first answer, as JSON
     told: dict[str, Any]  # what else the chat template is told, as rows record it
@@ -71,10 +71,11 @@ def as_question(messages: Sequence[Any]) -> str:
     return json.dumps(messages, ensure_ascii=False, sort_keys=True)
 
 
-def plain(question: str) -> str:
-    """A question whose messages are `plain_text`, without the system prompt, by which duplicates are found."""
-    asked = [one for one in json.loads(question) if one.get("role") != "system"]
-    return as_question([{**one, "content": plain_text(str(one.get("content")))} for one in asked])
+def first_asked(messages: Sequence[Any]) -> str:
+    """The first question as `plain_text`, by which duplicates are found: whatever a system prompt or a greeting says
+    before it."""
+    asked = next((one for one in messages if one["role"] == "user"), messages[0])
+    return plain_text(str(asked.get("content")))
 
 
 def split_prompts(
@@ -90,7 +91,7 @@ def split_prompts(
     Returns the numbers of held-out prompts and of prompts to answer; of duplicate rows one counts.
     Raises BadInput if there are too few different prompts.
     """
-    rows = {plain(asked.question): asked for asked in read_asked(prompts)}
+    rows = {first_asked(json.loads(asked.question)): asked for asked in read_asked(prompts)}
     once = {asked.question: asked for asked in rows.values()}
     held_out, asked = held_out_questions(once, f"--prompts {prompts}", "prompts", most=most, seed=seed)
     write_rows(folder / "held_out.jsonl", [held_out_row(once[question], is_plain=is_plain) for question in held_out])

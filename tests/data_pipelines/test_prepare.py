@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import chat
+from chats import chat, turns
 from headstart.base.errors import BadInput
 from headstart.base.files import replacing, unfinished_name
 from headstart.base.jsonl import read_jsonl
@@ -103,11 +103,16 @@ def test_equal_conversations_are_kept_once_whatever_their_shape_and_source() -> 
     assert card["examples"] == {"duplicate": ["again.jsonl:1"]}
 
 
-def test_the_split_is_by_prompt_and_does_not_depend_on_order_or_other_rows() -> None:
+GREETING = {"role": "assistant", "content": "Hello!"}
+BEFORE = [[], [GREETING], turns(system="Be kind."), [*turns(system="Be kind."), GREETING]]  # the first question
+
+
+def test_the_split_is_by_question_and_does_not_depend_on_order_or_other_rows() -> None:
     run(validation_share=0.3)
     side = {row["source_id"]: name for name in ("train", "validation") for row in split(name)}
     assert 30 < list(side.values()).count("validation") < 90
     answered = [chat(f"How much is {i} and {i}?", "No idea.", id=i) for i in reversed(range(0, NUM_ROWS, 2))]
+    answered = [{**row, "messages": [*before, *row["messages"]]} for row in answered for before in BEFORE]
     write("answered.jsonl", answered)
     run(sources=["answered.jsonl"], output="again", validation_share=0.3)
     for name in ("train", "validation"):

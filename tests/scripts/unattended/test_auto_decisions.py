@@ -15,7 +15,7 @@ from headstart.engines.heads import HEADS
 from headstart.engines.servers.setting import EngineSetting
 from headstart.heads.block_network import BlockConfig
 from headstart.scripts.unattended import candidates, machine
-from headstart.scripts.unattended.answers import asks_again, num_validation_rows, warnings_of
+from headstart.scripts.unattended.answers import asks_again, first_question, num_validation_rows, warnings_of
 from headstart.scripts.unattended.auto import end_of_learning, plan_evaluation
 from headstart.scripts.unattended.candidates import find_candidates, is_served
 from headstart.scripts.unattended.held_out import split_prompts
@@ -304,11 +304,14 @@ def test_loops_and_cut_answers_are_told():
     assert [len(warnings_of(10, truncated=3, looping=0)), len(warnings_of(10, truncated=3, looping=3))] == [1, 2]
 
 
-def test_what_is_held_out_is_never_asked_in_other_letters_either(tmp_path):
+def test_what_is_held_out_is_never_asked_in_other_letters_or_behind_a_greeting_either(tmp_path):
     """A head would learn from its answer, which is nearly the same; look-ups leave that out too."""
     path = tmp_path / "prompts.jsonl"
     texts = [form.format(i) for i in range(15) for form in ("Question {}", "question  {}\n", "QUESTION {}")]
-    path.write_text("".join(json.dumps({"prompt": text, "category": "c"}) + "\n" for text in texts))
+    greeted = [[{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": text}] for text in texts]
+    assert {first_question({"messages": asked}) for asked in greeted} == {f"question {i}" for i in range(15)}
+    rows = [{"messages": asked} for asked in greeted] + [{"prompt": text, "category": "c"} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert split_prompts(str(path), tmp_path / "data", seed=0) == (5, 10)
     rows = read_jsonl(tmp_path / "data" / "held_out.jsonl")
     held_out = {row["messages"][0]["content"].split()[1] for row in rows}
