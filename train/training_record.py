@@ -1,7 +1,7 @@
 """The record of how a head was trained: the `training` part of its config.json, which every export copies."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..data_pipelines.masks.rendering import num_common
-from ..data_pipelines.rows.samples import PROMPT
+from ..data_pipelines.masks.segments import token_table
+from ..data_pipelines.rows.samples import PROMPT, Sample
 from ..data_pipelines.rows.sources import read_sources
-from ..data_pipelines.storage.shards import Shards
+from ..data_pipelines.storage.shard_file import StoredSample
 from ..engines.heads import head_record
 from ..eval.figures.recorded_training import (
     MOST_RECORDED,
@@ -58,7 +59,7 @@ class TrainingRecord:
             num_depths=run.head.num_depths,
             template_hash=template_hash(target.tokenizer),
             prompt_ending=shown,
-            prompts=learnt_prompts(data.samples, target),
+            prompts=learnt_prompts(data.samples, target.tokenizer),
             earlier_prompts=earlier_prompts(run.train.start_from),
             target_dtype=str(target.dtype).removeprefix("torch."),
             target_quantization=quantization(target.model.config),
@@ -70,30 +71,49 @@ class TrainingRecord:
         return {**asdict(self), "validation": self.validation and self.validation.to_json()}
 
 
-def prompts_of(samples: Shards, most: int) -> Iterator[list[int]]:
-    """The token ids before the first answer, of at most so many rows, spread over the data."""
+def spread(samples: Sequence[StoredSample], most: int) -> Iterator[Sample]:
+    """At most so many rows, spread over the data."""
     for index in np.linspace(0, len(samples) - 1, min(len(samples), most)).astype(int).tolist():
-        sample = samples[index].sample
-        length = int(sample.loss_mask.argmax())
-        if length < 2 or (sample.segments[:length] != PROMPT).any():
-            continue  # a text supervised from its start or second token, or a later piece of a long row
-        yield sample.input_ids[:length].tolist()
+        yield samples[index].sample
 
 
-def common_ending(samples: Shards) -> list[int]:
+def prompts_in(sample: Sample, special: Collection[int] = ()) -> Iterator[list[int]]:
+    """The token ids before each answer of a row that is learnt, each as if its question were asked alone: a later one
+    stands behind what precedes the first, such as a system prompt. None of a text without a prompt, or of one token.
+
+    Args: special: ids of special tokens, of which a question's turn has the same number wherever it stands; without
+        any, only the first prompt is found.
+    """
+    is_prompt, ids = sample.segments == PROMPT, sample.input_ids.tolist()
+    edges = [0, *(np.flatnonzero(np.diff(is_prompt)) + 1).tolist(), len(ids)]
+    if not is_prompt[0] or edges[1] < 2:
+        return
+    places = [place for place in range(edges[1]) if ids[place] in special]
+    for begin, end, last in zip(edges[::2], edges[1::2], edges[2::2], strict=False):
+        turn = ids[begin:end]
+        num = sum(token in special for token in turn)
+        if sample.loss_mask[end:last].any() and (begin == 0 or 0 < num <= len(places)):
+            yield turn if begin == 0 else ids[: places[-num]] + turn
+
+
+def common_ending(samples: Sequence[StoredSample]) -> list[int]:
     """The token ids with which all prompts end: what the chat template puts before an answer."""
     ending: list[int] | None = None
-    for prompt in prompts_of(samples, NUM_PROMPTS):
+    for prompt in (prompt for sample in spread(samples, NUM_PROMPTS) for prompt in prompts_in(sample)):
         tokens = prompt[-LONGEST_ENDING:]
         shared = len(tokens) if ending is None else num_common(ending[::-1], tokens[::-1])
         ending = tokens[len(tokens) - shared :]
     return ending or []
 
 
-def learnt_prompts(samples: Shards, target: Target) -> LearntPrompts | None:
+def learnt_prompts(samples: Sequence[StoredSample], tokenizer: Any) -> LearntPrompts | None:
     """None if no row has a prompt."""
-    texts = [target.tokenizer.decode(ids) for ids in prompts_of(samples, MOST_RECORDED)]
-    return LearntPrompts.of(texts, num_rows=len(samples)) if texts else None
+    special = token_table(tokenizer).special
+    few = [len(list(prompts_in(sample, special))) for sample in spread(samples, NUM_PROMPTS)]
+    rows = list(spread(samples, max(1, MOST_RECORDED * len(few) // max(len(few), sum(few)))))
+    texts = [tokenizer.decode(ids) for sample in rows for ids in prompts_in(sample, special)]
+    num_rows = len(samples) * max(len(rows), len(texts)) // len(rows)
+    return LearntPrompts.of(texts, num_rows=num_rows) if texts else None
 
 
 def earlier_prompts(start: str | None) -> LearntPrompts | None:

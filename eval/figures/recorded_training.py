@@ -9,14 +9,15 @@ from ...base.typed import read_json
 from ...targets.chat.messages import plain_text
 from .metrics import AcceptancePart
 
-MOST_RECORDED = 20_000  # rows whose prompts are recorded
+MOST_RECORDED = 20_000  # prompts that are recorded
 HASH_BYTES = 5  # of a prompt: two of a million different ones are taken for the same once in a million
 
 
 @dataclass(frozen=True)
 class LearntPrompts:
     """The prompts of a head's training rows, as short hashes. hashes: of each, one behind another, in hex. num_rows:
-    of the training data, of which MOST_RECORDED at most are looked at, spread over all."""
+    of the training data, of which MOST_RECORDED at most are looked at, spread over all; a row of several chats counts
+    as so many."""
 
     hashes: str
     num_rows: int

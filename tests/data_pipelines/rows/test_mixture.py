@@ -10,10 +10,16 @@ import pytest
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.configs.loader import build
+from headstart.data_pipelines.masks.chat import encode_row
 from headstart.data_pipelines.prepare import PrepareConfig, prepare
+from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.rows.joined_chats import MOST_OPEN, SHORTEST, ChatJoiner
 from headstart.data_pipelines.rows.mixture import interleave
 from headstart.data_pipelines.rows.sources import Row, iter_rows
+from headstart.data_pipelines.storage.shard_file import StoredSample
+from headstart.eval.figures.recorded_training import prompt_hash
+from headstart.targets.chat.prompts import prompt_ids
+from headstart.train.training_record import learnt_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +178,16 @@ def test_a_prepared_data_set_is_joined_and_counted(chat_tokenizer, tmp_path):
             assert len(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False)) <= 2048
     told = [turn["content"] for written in rows.values() for row in written for turn in row["messages"]]
     assert sorted(told) == sorted(turn["content"] for i in range(100) for turn in turns(i))
+
+
+@pytest.mark.parametrize("system", [None, "Be kind."])
+@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "qwen3", "llama-3.1"])
+def test_a_head_knows_the_prompts_of_all_chats_of_a_joined_row(name, system, chat_tokenizer):
+    tokenizer = chat_tokenizer(name)
+    chats = [{"id": str(i), "source": "a", "messages": turns(i, system)} for i in range(100)]
+    rows = [Row(row, "a:1") for row in joined([json.dumps(chat).encode() for chat in chats])]
+    samples = [StoredSample(one) for row in rows for one in encode_row(row, tokenizer, DataConfig(train="a.jsonl"))]
+    learnt = learnt_prompts(samples, tokenizer)
+    asked = [prompt_ids({"messages": chat["messages"][:-1]}, tokenizer, origin="a:1") for chat in chats]
+    assert learnt is not None and learnt.num_rows == len(asked) > 4 * len(rows)
+    assert learnt.known() == {prompt_hash(tokenizer.decode(ids)) for ids in asked}
