@@ -69,7 +69,7 @@ def test_any_values_make_a_config_or_one_line(cls, data):
         raw = {"output_dir": "runs/a", "max_steps": 100, **raw}
     config = result_of(lambda: build(cls, raw, where="section"))
     if config is not None and cls is TrainConfig:
-        assert 0 <= config.warmup_steps < config.max_steps and 0 < config.learning_rate < math.inf
+        assert 0 <= config.warm_up < config.max_steps and 0 < config.learning_rate < math.inf
         assert config.seed >= 0 and 0 <= config.max_grad_norm < math.inf
 
 

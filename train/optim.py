@@ -139,9 +139,9 @@ def without_whole_matrices(config: TrainConfig, backend: str) -> TrainConfig:
 
 def learning_rate_share(step: int, config: TrainConfig) -> float:
     """Share of the peak learning rates at 0-based `step`: linear warm-up, then half a cosine down to min_lr_ratio."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    if step < config.warm_up:
+        return (step + 1) / config.warm_up
+    progress = (step - config.warm_up) / (config.max_steps - config.warm_up)
     low = config.min_lr_ratio
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 

@@ -85,6 +85,10 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     check_sources(run.data, encoded=folder / "tokens")
     if run.train.precision == "bf16" and product_dtype(run.train) == torch.float32:
         console.print("train.precision bf16: this CPU has no instructions for it, so products are in fp32")
+    if (warm_up := run.train.warm_up) < (asked := run.train.warmup_steps):
+        console.print(
+            f"train.warmup_steps {asked}: not below train.max_steps {run.train.max_steps}; {warm_up} are taken"
+        )
     launched = for_backend(run, accelerator, console)
 
     # the run folder, whether it holds the beginning of this very run, and the rows: mostly no weights are needed

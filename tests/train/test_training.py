@@ -96,6 +96,14 @@ def test_a_gradient_norm_of_0_does_not_clip(run):
     assert metrics(off) == metrics(far) and weights(off) == weights(far)
 
 
+def test_a_warm_up_as_long_as_the_run_is_shortened_and_said(run, capfd):
+    told = "train.warmup_steps 9: not below train.max_steps 3; 2 are taken"
+    long, fitting = (
+        run("medusa", name, "train.max_steps=3", f"train.warmup_steps={n}") for name, n in (("a", 9), ("b", 2))
+    )
+    assert losses(long) == losses(fitting) and " ".join(capfd.readouterr().err.split()).count(told) == 1
+
+
 def test_a_finished_run_is_left_alone(run):
     folder = run("medusa", "a")
     before = contents(folder, but=LOCK)

@@ -36,7 +36,7 @@ class TrainConfig:
     matrix_learning_rate: Rate | None = None  # the peak for Muon's matrices; None: learning_rate
     # Muon needs whole matrices, and in zero2, zero3 and fsdp2 ranks have parts: then AdamW, at this peak; None: refused
     adamw_learning_rate: Rate | None = None
-    # at most max_steps - 1; not given: 50, or a tenth of max_steps if that is at most 50
+    # of these max_steps - 1 at most are taken; not given: 50, or a tenth of max_steps if that is at most 50
     warmup_steps: NonNegativeInt = -1
     min_lr_ratio: Share = 0.0
     weight_decay: Amount = 0.0  # of matrices
@@ -78,13 +78,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             self.warmup_steps = WARMUP if self.max_steps > WARMUP else self.max_steps // 10
-        self.warmup_steps = min(self.warmup_steps, self.max_steps - 1)
         if self.patience and not self.validate_every:
             raise BadInput(f"patience {self.patience}: counts validations, so validate_every must be above 0")
         if self.lora_rank and self.start_from is None:
             raise BadInput(f"lora_rank {self.lora_rank}: adapters need a trained head, so train.start_from is required")
         if self.matrix_learning_rate is not None and self.optimizer != "muon":
             raise BadInput(f"matrix_learning_rate {self.matrix_learning_rate}: only with optimizer muon")
+
+    @property
+    def warm_up(self) -> int:
+        """The steps of warm-up that are taken."""
+        return min(self.warmup_steps, self.max_steps - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
