@@ -20,7 +20,7 @@ from ...targets.chat.rows import (
     of_request,
     with_thinking,
 )
-from ...targets.chat.written_ids import AnswerIds, as_entry
+from ...targets.chat.written_ids import AnswerIds, answers_written, as_entry
 from ..rows.config import check_at_least_one
 from ..rows.sources import Row
 from ..rows.traffic import CUT, STOPPED
@@ -144,6 +144,7 @@ class Exchange:
             "source_id": self.source_id,
             **row,
             **as_entry((place, answer.ids) for place, answer in zip(places, answers, strict=True)),
+            **answers_written(messages, places),
             "finish_reason": finish_reason,
             "truncated": finish_reason in CUT,
             "num_turns_left": sum(message is None for message in self.script) - len(answers),

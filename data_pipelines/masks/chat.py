@@ -1,7 +1,8 @@
 """Tokenises rows (chats, prompt and response, text, or token ids): token ids, segments and an exact loss mask."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from ...base.jsonl import naming_faults
 from ...targets.chat.messages import Message
 from ...targets.chat.prompts import RENDER_ERRORS, plain_ids
 from ...targets.chat.rows import UnusableRow, answer_in, chat_of, instruction_in, is_chat, known_keys
-from ...targets.chat.written_ids import KEY, Written, joined, written_sequences
+from ...targets.chat.written_ids import KEY, WROTE, Written, joined, written_sequences
 from ...targets.images.pictures import UnreadablePicture, sources_in
 from ...targets.images.reader import reader_of
 from ..rows.config import DataConfig
@@ -110,7 +111,8 @@ def encode_row(
       `written_ids`                    the ids that the target wrote, beside the text in one of the other shapes; the
                                        answers that it wrote are supervised. See targets/chat/written_ids.py, also for
                                        when the text is tokenised instead
-      `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised
+      `messages` or `conversations`    the tokenizer's chat template, with `tools`; the assistant turns are supervised,
+                                       of a row with `written_answers` those that the target wrote
       `prompt` + `response` or `completion`, `instruction` (+ `input`) + `output` or `response`, `question` + `answer`
                                        plain text without a chat template; the response and its eos are supervised.
                                        An instruction, its input and its output are separated by blank lines
@@ -249,6 +251,13 @@ def _fitted(whole: Sample, table: TokenTable, config: DataConfig) -> list[Sample
     return [cut] if cut.loss_mask.any() else []
 
 
+def _with_answers(sequences: list[Written], numbers: Collection[int]) -> list[Written]:
+    """The sequences with the spans of these answers alone, counted from 0; without those that have none of them."""
+    count = itertools.count()
+    kept = [Written(one.input_ids, [span for span in one.spans if next(count) in numbers]) for one in sequences]
+    return [one for one in kept if one.spans]
+
+
 def _markers(table: TokenTable, config: DataConfig) -> tuple[str, str] | None:
     return (config.think_markers[0], config.think_markers[1]) if config.think_markers else table.markers
 
@@ -305,7 +314,8 @@ def _encode_chat(data: dict[str, Any], origin: str, table: TokenTable, config: D
     try:
         chat = Chat(table.tokenizer, row.tools, row.variables, _markers(table, config))
         messages = chat.placed(row.messages, origin)
-        return [] if chat.leaves_out_calls(messages) else chat.sequences(messages)
+        sequences = [] if chat.leaves_out_calls(messages) else chat.sequences(messages)
+        return sequences if WROTE not in data else _with_answers(sequences, data[WROTE])
     except BadInput:
         raise
     except RENDER_ERRORS as error:

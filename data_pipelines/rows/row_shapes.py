@@ -10,7 +10,7 @@ from typing import Any
 from ...base.errors import BadInput
 from ...targets.chat.messages import plain_text, text_in
 from ...targets.chat.rows import VARIABLES, answer_in, chat_of, instruction_in, is_chat, known_keys
-from ...targets.chat.written_ids import KEY
+from ...targets.chat.written_ids import KEY, WROTE
 from ...targets.images.pictures import sources_in
 from .sources import Row
 
@@ -24,7 +24,7 @@ SHAPES = (
 class Conversation:
     """A row in one form."""
 
-    # to be written: `messages` (with `tools`, variables and `written_ids`), `prompt`, or `text`
+    # to be written: `messages` (with `tools`, variables, `written_ids` and `written_answers`), `prompt`, or `text`
     data: dict[str, Any]
     turns: list[tuple[str, str]]  # (role, text with reasoning and tool calls); the role of a plain text is `text`
     truncated: bool  # see `is_cut`
@@ -99,7 +99,7 @@ def _shaped_chat(data: Mapping[str, Any], origin: str) -> dict[str, Any]:
     chat = chat_of(data, origin)
     if not chat.is_answered:
         raise BadInput(f"{origin}: `turns` are questions without answers; `headstart data regenerate` takes them")
-    more: dict[str, Any] = {"tools": chat.tools, VARIABLES: dict(chat.variables)}
+    more: dict[str, Any] = {"tools": chat.tools, VARIABLES: dict(chat.variables), WROTE: data.get(WROTE)}
     if not data.get("system"):  # else the target may have read another prompt
         more[KEY] = data.get(KEY)
     return {"messages": chat.messages, **{key: value for key, value in more.items() if value}}

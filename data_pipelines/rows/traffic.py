@@ -16,7 +16,7 @@ from ...base.errors import BadInput
 from ...base.jsonl import iter_jsonl, loads, naming_faults
 from ...targets.chat.messages import Message, normalise
 from ...targets.chat.rows import of_request, request_in, told_in
-from ...targets.chat.written_ids import KEY, as_entry, ids_in_response
+from ...targets.chat.written_ids import KEY, WROTE, as_entry, ids_in_response
 from .row_shapes import Conversation, conversation_of, turns_digest
 from .sources import Row
 
@@ -96,7 +96,7 @@ def served_chat(data: Mapping[str, Any], origin: str) -> tuple[ServedChat, Conve
     answer, reason = response_message(response if response is not None else data, origin)
     with naming_faults(data, origin):
         row = row_of(request, answer, origin)
-        row |= entry_of_ids(data, response, row)
+        row |= entry_of_ids(data, response, row) | ({WROTE: data[WROTE]} if WROTE in data else {})
         if reason in CUT or data.get("truncated") is True:
             row["truncated"] = True
         conversation = conversation_of(Row(row, origin))

@@ -23,6 +23,7 @@ from ...base.errors import BadInput
 from .reasoning import short_hash, template_hash
 
 KEY = "written_ids"
+WROTE = "written_answers"  # the numbers, from 0, of the answers that the target wrote, in a row that has others too
 NEW_KEYS = ("token_ids", "response_token_ids")  # of a choice in a response of vLLM, of SGLang
 
 
@@ -81,6 +82,16 @@ def as_entry(answers: Iterable[tuple[int, AnswerIds | None]]) -> dict[str, Any]:
     ]
     tokenizer = known[-1].tokenizer if known else None
     return {KEY: {"sequences": sequences, **({} if tokenizer is None else {"tokenizer": tokenizer})}}
+
+
+def answers_written(messages: Sequence[Mapping[str, Any]], places: Iterable[int]) -> dict[str, list[int]]:
+    """The entry of a row under WROTE, by which its text teaches what its ids do; none if the target wrote all answers.
+
+    Args: places: of the messages that it wrote.
+    """
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = [answers.index(place) for place in places]
+    return {WROTE: numbers} if len(numbers) < len(answers) else {}
 
 
 def ids_in_response(data: Mapping[str, Any]) -> AnswerIds | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from chats import turns as chat_turns
 from headstart.base.errors import BadInput
 from headstart.data_pipelines.answers.client import answer_of
 from headstart.data_pipelines.answers.conversations import Answer, ChatRequest, Failure, SamplingConfig, exchanges
@@ -132,6 +133,20 @@ def test_turns_that_follow_each_other_are_one_sequence(make, monkeypatch):
     assert [index for index, *_ in sequence["turns"]] == [1, 3]
     [sample] = encoded(row, target)
     assert learnt([sample]) == turns and sample.source == FROM_ROW
+
+
+def test_of_text_alone_only_the_answers_that_the_target_wrote_are_learnt(target, tmp_path):
+    """Through every command. The row's own answer is what its chat had; the server gave no ids."""
+    asked = {"messages": chat_turns("hi", "Hello!", "hi", "?"), "system": "Be kind."}
+    [exchange] = exchanges(Row(asked, "p:1"), SAMPLING, turns="last")
+    next(talk := exchange.talk())
+    row = told(talk, Answer({"role": "assistant", "content": "ok."}, "stop"))
+    (path := tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    prepare(PrepareConfig(sources=str(path), output=str(tmp_path / "out"), validation_share=0))
+    [prepared], [served] = iter_rows(str(tmp_path / "out" / "train.jsonl")), read_traffic(str(path)).rows
+    for kept in (row, prepared.data, served.row):
+        [(_, new)] = learnt(encoded(kept, target))
+        assert target.tokenizer.decode(new) == "ok.<|im_end|>"
 
 
 def test_a_row_keeps_its_ids_through_every_command(target, sampled, tmp_path):
