@@ -10,6 +10,7 @@ from math import exp, log
 from random import Random
 from typing import Any
 
+from ...targets.chat.reasoning import CHANNEL, MARKERS
 from ...targets.chat.rows import VARIABLES
 from ...targets.chat.written_ids import KEY
 from .row_shapes import turns_digest
@@ -17,6 +18,7 @@ from .row_shapes import turns_digest
 SHORTEST = 256  # tokens; of a joined chat's length before it is drawn
 JOINABLE = {"id", "source", "source_id", "messages", KEY, VARIABLES}  # keys of a row that needs no tools of its own
 SYSTEM = ("system", "developer")  # roles
+SIGNS_OF_TRACE = (CHANNEL[0], *(closing for _, closing in MARKERS))  # a prompt may have the opening one
 MOST_OPEN = 1000  # chats of different system prompts that are joined at a time
 
 
@@ -46,8 +48,14 @@ def is_joinable(turns: list[dict[str, Any]]) -> bool:
     One with a reasoning trace cannot: templates leave out the traces of earlier turns.
     """
     is_system = [turn["role"] in SYSTEM for turn in turns]
-    has_trace = any(turn.get("reasoning_content") for turn in turns)
+    has_trace = any(map(has_reasoning, turns))
     return turns[-1]["role"] == "assistant" and not any(is_system[sum(is_system) :]) and not has_trace
+
+
+def has_reasoning(turn: dict[str, Any]) -> bool:
+    """Whether a turn has a reasoning trace, beside its content or in it."""
+    is_answer = turn["role"] == "assistant"
+    return is_answer and bool(turn.get("reasoning_content") or any(sign in turn["content"] for sign in SIGNS_OF_TRACE))
 
 
 class ChatJoiner:

@@ -143,9 +143,10 @@ def test_what_cannot_be_joined_is_written_as_it_was():
         assert joined([row]) == [json.loads(row)]
     late = json.dumps({"id": "0", "source": "a", "messages": [*turns(0), *turns(1, "Be brief.")]}).encode()
     assert joined([late, late]) == [json.loads(late)] * 2, "a system prompt in the middle has its place"
-    traced = json.loads(lines(1)[0])
-    traced["messages"][-1]["reasoning_content"] = "Hm."
-    assert joined([json.dumps(traced).encode()] * 2) == [traced] * 2, "templates leave out traces of earlier turns"
+    for trace in ({"reasoning_content": "Hm."}, {"content": "<think>Hm.</think>0."}, {"content": "Hm.[/THINK]0."}):
+        traced = json.loads(lines(1)[0])
+        traced["messages"][-1] |= trace
+        assert joined([json.dumps(traced).encode()] * 2) == [traced] * 2, "templates leave out traces of earlier turns"
     [long, after] = joined(lines(2), num_tokens=LONGEST)
     assert long["messages"] == turns(0) and after["messages"] == turns(1)
 
