@@ -26,15 +26,20 @@ class Best:
 
     step: int = 0
     acceptance_length: float = 0.0  # teacher-forced
-    waited: int = 0  # number of validations since then that were due
+    best_due: float = 0.0  # acceptance length of the best that was due
+    waited: int = 0  # number of validations since that one that were due
 
     def take(self, step: int, acceptance_length: float | None, *, is_due: bool = True) -> bool:
-        """Record a validation; returns whether it is the best so far. Only those that are due are waited for."""
-        if acceptance_length is not None and acceptance_length > self.acceptance_length:
-            self.step, self.acceptance_length, self.waited = step, acceptance_length, 0
-            return True
-        self.waited += is_due
-        return False
+        """Record a validation; returns whether it is the best so far. Those that are not due change nothing in the wait
+        for a better one, so that a run in slices ends as one at once."""
+        length = acceptance_length or 0.0
+        if is_due:
+            self.waited = 0 if length > self.best_due else self.waited + 1
+            self.best_due = max(self.best_due, length)
+        if length <= self.acceptance_length:
+            return False
+        self.step, self.acceptance_length = step, length
+        return True
 
 
 @dataclass(frozen=True)

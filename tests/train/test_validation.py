@@ -197,9 +197,11 @@ def test_patience_needs_validations(run, validated):
 def test_only_a_better_validation_is_the_best():
     best = Best()
     assert [best.take(step, length) for step, length in enumerate([1.5, 1.5, None, 1.6])] == [True, False, False, True]
-    assert best == Best(step=3, acceptance_length=1.6, waited=0)
-    assert [best.take(4, length, is_due=False) for length in (1.5, 1.7)] == [False, True]
-    assert best == Best(step=4, acceptance_length=1.7, waited=0)
+    assert best == Best(step=3, acceptance_length=1.6, best_due=1.6, waited=0)
+    best.take(4, 1.6)
+    assert [best.take(5, length, is_due=False) for length in (1.5, 1.7)] == [False, True]
+    assert best == Best(step=5, acceptance_length=1.7, best_due=1.6, waited=1), "as without the one between"
+    assert not best.take(6, 1.65) and best == Best(step=5, acceptance_length=1.7, best_due=1.65, waited=0)
 
 
 # How fast
