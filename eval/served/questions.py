@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
 from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, of_request, tools_in
-from ...targets.images.pictures import PART, as_part, as_url, is_picture
+from ...targets.images.pictures import PART, UnreadablePicture, as_part, as_url, is_picture
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
@@ -42,11 +43,12 @@ def origins_of(questions: Sequence[Question]) -> list[str]:
 
 @dataclass(frozen=True)
 class Questions:
-    """All rows of some files. num_turns_left: further questions of their chats, which are not asked. tokenizer: the
-    target's; None: there is none here."""
+    """All rows of some files. num_turns_left: further questions of their chats, which are not asked. unreadable: of
+    each row that is left out, what is wrong with its picture. tokenizer: the target's; None: there is none here."""
 
     asked: Sequence[Question]
     num_turns_left: int = 0
+    unreadable: Sequence[str] = ()
     tokenizer: Any = None
 
     def texts(self) -> Iterator[str]:
@@ -57,15 +59,19 @@ class Questions:
     @classmethod
     def read(cls, paths: Sequence[str], tokenizer: Any, *, limit: int | None, chat: ChatOptions) -> "Questions":
         """Args: limit: rows of each file. Raises BadInput."""
-        asked, left = list[Question](), 0
+        asked, left, unreadable = list[Question](), 0, list[str]()
         for path in paths:
-            found = [(line, as_sent(of_request(row), f"{path}:{line}")) for line, row in iter_jsonl(path)][:limit]
-            rows = [(f"{Path(path).name}:{line}", row) for line, row in found]
+            rows = list[tuple[str, Mapping[str, Any]]]()
+            for line, row in islice(iter_jsonl(path), limit):
+                try:
+                    rows.append((f"{Path(path).name}:{line}", as_sent(of_request(row), f"{path}:{line}")))
+                except UnreadablePicture as error:
+                    unreadable.append(f"{path}:{line}: {error}")
             if not rows:
-                raise BadInput(f"{path}: no row is in the file")
+                raise BadInput(f"{path}: no row {'has a picture that can be read' if unreadable else 'is in the file'}")
             asked += [one for origin, row in rows for one in questions_of(row, origin, tokenizer, chat)]
             left += sum(turns_left(row, chat) for _, row in rows)
-        return cls(asked, left, tokenizer)
+        return cls(asked, left, unreadable, tokenizer)
 
 
 def turns_left(row: Mapping[str, Any], chat: ChatOptions) -> int:
@@ -121,14 +127,15 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
 
 
 def as_sent(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-    """The row with its pictures as data URLs; what is no file here, such as an address in the network, as it is."""
+    """The row with its pictures as data URLs, but for addresses in the network, which the server may fetch. Raises
+    UnreadablePicture."""
     if not has_parts(row):
         return row
     own = iter(row.get("images") or ())
 
     def sent(part: Any) -> Any:
         source = as_part(part, own, origin)[PART] if is_picture(part) else ""
-        is_here = source.startswith("data:") or (source and Path(source).is_file())
+        is_here = source and not source.startswith(("http:", "https:"))
         return {"type": "image_url", "image_url": {"url": as_url(source)}} if is_here else part
 
     def message(given: Any) -> Any:

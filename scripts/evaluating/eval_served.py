@@ -289,6 +289,8 @@ def questions_in(asked: WantedMeasurement) -> Questions:
     """Raises BadInput."""
     tokenizer = tokenizer_of(asked.target)
     questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
+    if lost := questions.unreadable:
+        warn(f"{len(lost)} rows are left out, as a picture is missing or broken; the first: {lost[0]}")
     if tokenizer is not None:
         warn_of_thinking(asked.chat, tokenizer.chat_template)
     if getattr(tokenizer, "chat_template", None) and any(one.is_plain_text for one in questions.asked):

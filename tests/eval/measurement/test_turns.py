@@ -144,7 +144,7 @@ def test_a_server_is_asked_every_recorded_turn_with_the_same_prompt(chat, tool_t
 def test_a_server_is_asked_what_our_own_engine_would_be(chat_target, written):
     day = {"strftime_now": "2025-05-01", "tone": "dry"}
     system = {"role": "system", "content": "w9"}
-    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}
     rows = written(
         "a.jsonl",
         {"input_ids": [1, 5, 6, 7, 8], "prompt_length": 3},

@@ -17,8 +17,8 @@ from headstart.eval.decoding import generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.proof.own_forward import first_not_own
-from headstart.eval.served.questions import as_sent
-from headstart.eval.suites.prompts import load_suite
+from headstart.eval.served.questions import Questions, as_sent
+from headstart.eval.suites.prompts import DEFAULT_CHAT, load_suite
 from headstart.targets.chat.messages import for_api, normalise
 from headstart.targets.images.pictures import opened, pictures_of, with_pictures
 from headstart.targets.images.reader import reader_of
@@ -151,6 +151,9 @@ def test_rows_whose_picture_is_missing_or_broken_are_dropped_and_counted(world, 
     assert problems[0].startswith(f"{tmp_path}/rows.jsonl:4: picture {tmp_path}/broken.png"[:60])
     suite = load_suite(tmp_path / "rows.jsonl", world.target, max_new_tokens=4)
     assert [one.row for one in suite.failed] == ["rows.jsonl:4", "rows.jsonl:5", "rows.jsonl:6"]
+    asked = Questions.read([str(tmp_path / "rows.jsonl")], None, limit=None, chat=DEFAULT_CHAT)  # of a server
+    assert [one.row for one in asked.asked] == [f"rows.jsonl:{line}" for line in (1, 2, 3, 4, 6)], "which may fetch one"
+    assert [problem.split(": ")[0] for problem in asked.unreadable] == [f"{tmp_path}/rows.jsonl:5"]
 
 
 @pytest.mark.parametrize("world", ["llava"], indirect=True)
