@@ -128,6 +128,8 @@ class Engine:
         Args: pictures: of each row; empty: none has any."""
         if self.drafts_on_host and self.drafter is not None:  # its state has the texts of the last batch
             self.state = self.drafter.restart(self.state, batch_size=self.batch_size, max_length=self.num_slots)
+        if self.replay.steps == "eager" and not any(pictures):
+            self.cache.shift = None  # of a batch before; without one our kernels read and draft chains as they are
         run = partial(self._read_prompts, pictures=pictures)
         if tokens.numel() <= self.recorded_prompts and not any(pictures):  # in steps, so that few shapes occur
             num_kept -= num_kept % EXTENT_STEP

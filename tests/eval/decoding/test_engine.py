@@ -121,6 +121,14 @@ def test_a_text_may_fill_the_context_to_its_last_position(head_type, tiny_target
 # What is counted
 
 
+def test_a_batch_of_texts_has_no_shifts_of_a_batch_with_pictures_before_it(target):
+    """Without any, our kernels read and draft chains as they are."""
+    engine = Engine(target, None, batch_size=1, max_length=32)
+    engine.cache.set_shift(0, torch.tensor([0, 2]))
+    engine.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([3]))
+    assert engine.cache.shift is None
+
+
 @pytest.mark.parametrize("head_type", ["eagle3"])  # the engine is the same for all
 def test_the_records_add_up(head_type, target):
     head = perturbed(head_type, target)
