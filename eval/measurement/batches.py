@@ -71,6 +71,11 @@ class MeasuredBatch:
         return sorted({source.number for source in self.suite.sources})
 
     @property
+    def chats(self) -> set[int]:
+        """The numbers of the first turns of its chats."""
+        return {source.first for source in self.suite.sources}
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """Baseline and speculative decoding time, for the number of tokens that speculation emitted; no prefills."""
         per_token = self.baseline.decode_seconds / max(1, self.baseline.decode_tokens)
@@ -91,16 +96,20 @@ def timed_batches(batches: Iterable[MeasuredBatch]) -> list[MeasuredBatch]:
 
 
 def timed_units(batches: Iterable[MeasuredBatch]) -> list[list[MeasuredBatch]]:
-    """The timed batches, each an observation. Those of the same chats are one together, as a chat's turns are alike,
-    and so are those of the same prompts, which a file may have twice: they say no more of other traffic."""
+    """The timed batches, each an observation. Neighbours that share a chat are one together, as a chat's turns are
+    alike, and so are those of the same prompts, which a file may have twice: they say no more of other traffic."""
     units: dict[frozenset[tuple[int, ...]], list[MeasuredBatch]] = {}
-    timed = timed_batches(batches)
+    neighbours = list[list[MeasuredBatch]]()
     firsts: dict[int, tuple[int, ...]] = {}  # the first prompt of each chat, by the number of its first turn
-    for batch in timed:
+    for batch in timed_batches(batches):
         for source, prompt in zip(batch.suite.sources, batch.suite.prompts, strict=True):
             firsts.setdefault(source.first, tuple(prompt))
-    for batch in timed:
-        units.setdefault(frozenset(firsts[source.first] for source in batch.suite.sources), []).append(batch)
+        if neighbours and batch.chats & neighbours[-1][-1].chats:
+            neighbours[-1].append(batch)
+        else:
+            neighbours.append([batch])
+    for unit in neighbours:
+        units.setdefault(frozenset(firsts[chat] for batch in unit for chat in batch.chats), []).extend(unit)
     return list(units.values())
 
 

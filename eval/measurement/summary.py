@@ -124,7 +124,7 @@ def with_figures(result: Result, target: Target, batches: Sequence[MeasuredBatch
     return replace(
         result,
         num_prompts=len({number for batch in batches for number in batch.numbers}),
-        num_chats=len({source.first for batch in batches for source in batch.suite.sources}),
+        num_chats=len({chat for batch in batches for chat in batch.chats}),
         num_tokens=sum(
             len(row) for batch in batches for run in batch.drafted.runs[:counted_runs] for row in run.token_ids
         ),

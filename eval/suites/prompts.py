@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,6 @@ class Suite:
     failed: list[FailedPrompt] = field(default_factory=list)  # rows that give no prompt for this target
     chat: ChatOptions = DEFAULT_CHAT
     template_hash: str | None = None  # of the chat template; None: no row used one
-    num_repeated: int = 0  # this many of the last prompts repeat the first ones, to fill the last batch
     variables: dict[str, Any] = field(default_factory=dict)  # what the chat template is told alike for all chats
     scripts: dict[int, Script] = field(default_factory=dict)  # of rows with several questions, by `PromptSource.number`
 
@@ -110,12 +109,13 @@ class Suite:
     def subset(self, indices: Sequence[int]) -> "Suite":
         """The suite with only these prompts."""
         prompts, sources = [self.prompts[i] for i in indices], [self.sources[i] for i in indices]
-        return replace(self, prompts=prompts, sources=sources, num_repeated=0)
+        return replace(self, prompts=prompts, sources=sources)
 
     def filled(self, batch_size: int) -> "Suite":
-        """The suite with prompts repeated until the last batch is full."""
-        indices = full_batches(len(self.prompts), batch_size)
-        return replace(self.subset(indices), num_repeated=len(indices) - len(self.prompts))
+        """The suite with prompts repeated until the last batch is full, its chats in `whole_chats` order."""
+        chats = [list(turns) for _, turns in groupby(range(len(self.prompts)), lambda i: self.sources[i].first)]
+        order = whole_chats(chats, batch_size)
+        return self.subset([order[i] for i in full_batches(len(order), batch_size)])
 
     @property
     def questions(self) -> list[str]:
@@ -124,9 +124,9 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify the prompts, without repetitions."""
-        once: list[Any] = self.prompts[: len(self.prompts) - self.num_repeated]
-        once = [[ids, *pictures_of(ids)] if pictures_of(ids) else ids for ids in once]
+        """16 hex digits that identify the prompts, whatever the order of their batches, without repetitions."""
+        by_number = {source.number: ids for source, ids in zip(self.sources, self.prompts, strict=True)}
+        once = [[ids, *pictures_of(ids)] if pictures_of(ids) else ids for _, ids in sorted(by_number.items())]
         return hashlib.sha256(json.dumps(once).encode()).hexdigest()[:16]
 
 
@@ -168,6 +168,29 @@ def file_names(path: str | Path) -> list[str]:
 def full_batches(count: int, batch_size: int) -> list[int]:
     """The indices of `count` rows, then again from the first until the last batch is full."""
     return [i % count for i in range(-(-count // batch_size) * batch_size)]
+
+
+def whole_chats(chats: Sequence[list[int]], batch_size: int) -> list[int]:
+    """The prompts of these chats, those of a chat together, so that a batch ends where a chat does as soon as any of
+    the next chats allow it: only chats between two such ends share batches."""
+    order, waiting = list[int](), list(chats)
+    while waiting:
+        filling = next_to_fill(waiting, batch_size)
+        order += [prompt for chat in filling for prompt in chat]
+        waiting = [chat for chat in waiting if chat not in filling]
+    return order
+
+
+def next_to_fill(chats: Sequence[list[int]], batch_size: int) -> list[list[int]]:
+    """The earliest of these chats whose prompts fill batches exactly, batch_size of them at most; else all."""
+    by_rest: dict[int, list[list[int]]] = {}  # by how many prompts are left over, the first chats found that leave it
+    for chat in chats:
+        for before in [[], *by_rest.values()]:
+            taken = [*before, chat]
+            by_rest.setdefault(sum(map(len, taken)) % batch_size, taken)
+        if 0 in by_rest:
+            return by_rest[0]
+    return list(chats)
 
 
 def file_rows(path: str | Path) -> Iterator[tuple[str, Row]]:

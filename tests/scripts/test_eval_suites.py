@@ -41,7 +41,7 @@ def test_every_turn_is_measured_in_batches_as_large_as_the_report_says(asked, tm
         assert (entry["num_chats"], entry["num_prompts"], entry["lossless"]["checked"]) == (4, 8, 8)
         assert len(entry["repetition"]["texts"]) == 8 and entry["by_domain"]["mt_bench"]["num_prompts"] == 4
     alone, threes, sixteen = entries
-    assert (alone["num_timed"], threes["num_timed"], sixteen["num_timed"]) == (4, 2, 1) and single["num_chats"] == 1
+    assert (alone["num_timed"], threes["num_timed"], sixteen["num_timed"]) == (4, 1, 1) and single["num_chats"] == 1
     assert alone["observations"][0]["prompts"] == [0, 1], "a chat is one observation"
     assert threes["suite_digest"] == sixteen["suite_digest"]
     assert "8, the turns of 4" in (tmp_path / "out" / "report.html").read_text()

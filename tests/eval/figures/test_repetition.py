@@ -1,5 +1,7 @@
 """Texts that repeat themselves are told from those that do not; the figures without them are of the others alone."""
 
+from dataclasses import replace
+
 import pytest
 from headstart.eval.decoding.loop import Generation, Round
 from headstart.eval.figures.repetition import repeated_share, text_repetition
@@ -62,6 +64,15 @@ def test_a_prompt_that_is_asked_twice_is_one_observation():
     both = [batch(i, [PLAIN, PLAIN], fast=1.0) for i in range(2)]
     both[1].suite.prompts[:] = both[0].suite.prompts
     assert timed_seconds(both) == [(2.0, 2.0)]
+
+
+def test_batches_that_share_a_chat_are_one_observation_and_others_are_not():
+    """A chat of two turns straddles the first two batches, and their other chats are in no batch after them."""
+    batches = [batch(i, [PLAIN, PLAIN], fast=0.5) for i in range(4)]
+    (_, early), (late, _) = batches[0].suite.sources, batches[1].suite.sources
+    batches[1].suite.sources[0] = replace(late, chat=early.number)
+    seen = observations(batches, 1, num_draft_tokens=3)
+    assert [one.prompts for one in seen] == [[0, 1, 10, 11], [20, 21], [30, 31]] and len(timed_seconds(batches)) == 3
 
 
 def test_figures_without_loops_are_those_of_the_other_prompts():

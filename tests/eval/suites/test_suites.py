@@ -6,6 +6,7 @@ from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.storage.features import origin_of
 from headstart.eval.suites.prompts import (
     ChatOptions,
+    PromptSource,
     Suite,
     distinct_names,
     file_names,
@@ -119,7 +120,7 @@ def test_prompts_that_cannot_be_asked_are_named_and_the_others_stand(chat_target
 def test_a_part_of_a_suite_keeps_where_its_prompts_came_from():
     part = Suite("three", [[1], [2], [3]]).subset([2, 0])
     assert part.prompts == [[3], [1]] and [one.number for one in part.sources] == [2, 0]
-    assert part.digest != Suite("three", [[1], [3]]).digest
+    assert part.digest == Suite("two", [[1], [3]]).digest, "its prompts', in whatever order batches take them"
 
 
 def test_names_are_the_shortest_that_differ():
@@ -139,3 +140,23 @@ def test_rows_repeat_until_a_batch_is_full():
         and full_batches(5, 2) == [0, 1, 2, 3, 4, 0]
         and full_batches(4, 2) == [0, 1, 2, 3]
     )
+
+
+@pytest.mark.parametrize(
+    ("turns", "order"),
+    [
+        ([1] * 5, [[0, 1], [2, 3], [4, 0]]),
+        ([1, 2, 1, 2], [[1, 2], [0, 3], [4, 5]]),
+        ([3, 2, 3], [[3, 4], [0, 1], [2, 5], [6, 7]]),  # the two of three turns end together
+        ([3, 2], [[3, 4], [0, 1], [2, 3]]),
+    ],
+    ids=["no chats", "a question waits", "two by two", "one cannot"],
+)
+def test_batches_end_where_chats_do_if_they_can(turns, order):
+    """Else batches are joined by the chats that they share, all to one observation."""
+    firsts = [first for chat, count in enumerate(turns) for first in [sum(turns[:chat])] * count]
+    sources = [PromptSource(i, "a:1", chat=first) for i, first in enumerate(firsts)]
+    suite = Suite("chats", [[i] for i in range(len(firsts))], sources=sources)
+    filled = suite.filled(2)
+    assert filled.prompts == [[i] for batch in order for i in batch] and filled.digest == suite.digest
+    assert suite.filled(1).prompts == suite.prompts
