@@ -3,6 +3,7 @@ same words before. How to combine them is learnt from how often each was right."
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -66,11 +67,23 @@ class HybridRow(RowText):
 
 
 @dataclass
+class Learnt:
+    """What an engine's texts have told so far: how often look-ups and the head's guesses were right, and whether asking
+    pays."""
+
+    rates: LookupRates = field(default_factory=LookupRates)
+    guessed: HitRates = field(default_factory=partial(HitRates, PROBABILITIES, PROBABILITY_RATES))
+    asking: Asking = field(default_factory=Asking)
+
+
+@dataclass
 class HybridState:
-    """rows: texts. guessing: the head, which keeps its caches from batch to batch. active: rows that still grow."""
+    """rows: texts. guessing: the head, which keeps its caches from batch to batch, as learnt is kept. active: rows that
+    still grow."""
 
     rows: list[HybridRow]
     guessing: Guessing
+    learnt: Learnt
     active: list[bool] = field(default_factory=list)
 
 
@@ -92,21 +105,20 @@ class HybridDrafter(Drafter):
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         self.feature_layers, self.adapts_target = head.feature_layers, head.adapts_target
         self.reach = head.num_depths  # largest number of tokens requested from the head
-        self.rates, self.guessed = LookupRates(), HitRates(PROBABILITIES, PROBABILITY_RATES)
-        self.asking = Asking()
         self.default_draft_tokens = max(self.reach, ANSWERED_DRAFT_TOKENS) if answers else self.reach
 
     def begin(self, *, batch_size: int, max_length: int) -> HybridState:
         head = self.head.begin(batch_size=batch_size, max_length=max_length)
         guessing = Guessing(self.head, head, Unread.of(batch_size, max_length=max_length))
-        return HybridState(self._new_rows(batch_size), guessing)
+        learnt = Learnt()
+        return HybridState(self._new_rows(batch_size, learnt), guessing, learnt)
 
     def restart(self, state: HybridState, *, batch_size: int, max_length: int) -> HybridState:
         state.guessing.unread = Unread.of(batch_size, max_length=max_length)
-        return HybridState(self._new_rows(batch_size), state.guessing)
+        return HybridState(self._new_rows(batch_size, state.learnt), state.guessing, state.learnt)
 
-    def _new_rows(self, batch_size: int) -> list[HybridRow]:
-        return [HybridRow(text, self.guessed) for text in suffix_rows(batch_size, self.answers, self.rates)]
+    def _new_rows(self, batch_size: int, learnt: Learnt) -> list[HybridRow]:
+        return [HybridRow(text, learnt.guessed) for text in suffix_rows(batch_size, self.answers, learnt.rates)]
 
     def rehearse(self, state: HybridState, replay: Replay, *, extent: int, depth: int) -> None:
         state.guessing.record(replay, extent=extent, width=depth + 1, num_tokens=min(depth, self.reach))
@@ -115,7 +127,7 @@ class HybridDrafter(Drafter):
         state.active = commit_texts(state.rows, read)
         starts, counts = read.start.tolist(), read.num_valid.tolist()
         read_rows = [row for row, count in enumerate(counts) if count]
-        self.asking.count({row: counts[row] for row in read_rows if starts[row] > 0})
+        state.learnt.asking.count({row: counts[row] for row in read_rows if starts[row] > 0})
         is_prompt = any(starts[row] == 0 for row in read_rows)
         guessing = state.guessing
         if is_prompt or not guessing.unread.follows(read):
@@ -133,7 +145,7 @@ class HybridDrafter(Drafter):
         drafts, depth = [[token for token, _ in copied] for copied in copies], min(num_draft_tokens, self.reach)
         growing = (row for row, active in enumerate(state.active) if active)
         expected = {row: sum(chance for _, chance in copies[row]) for row in growing}
-        if self.asking.decide(expected, rate=self.guessed.mean, depth=depth):
+        if state.learnt.asking.decide(expected, rate=state.learnt.guessed.mean, depth=depth):
             chains = state.guessing.chains(depth)
             rows = zip(state.rows, chains, drafts, state.active, strict=True)
             drafts = [row.chain(own, num_draft_tokens) if active else copied for row, own, copied, active in rows]

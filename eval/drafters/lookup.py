@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...base.errors import BadInput
 from ...engines.servers.engine import LONGEST_MATCH
 from .answers import Answers
-from .host import RowText, TextDrafter
+from .host import RowText, TextDrafter, TextState
 from .rates import LookupRates
 from .suffix import SuffixRow, SuffixTrie
 
@@ -74,13 +74,17 @@ class SuffixDrafter(TextDrafter):
     """
 
     def __init__(self, *, answers: Answers | None = None):
-        self.answers, self.rates = answers, LookupRates()
+        self.answers = answers
         self.answers_digest = answers.digest if answers else None  # tells measurements apart
         if answers is not None:
             self.default_draft_tokens = ANSWERED_DRAFT_TOKENS
 
-    def new_rows(self, batch_size: int) -> list[RowText]:
-        return [*suffix_rows(batch_size, self.answers, self.rates)]
+    def begin(self, *, batch_size: int, max_length: int) -> TextState:
+        return TextState(suffix_rows(batch_size, self.answers, LookupRates()))
+
+    def restart(self, state: TextState, *, batch_size: int, max_length: int) -> TextState:
+        """With the rates so far: they are of all texts of an engine."""
+        return TextState(suffix_rows(batch_size, self.answers, state.rows[0].rates))
 
     def leave_out(self, prompts: Sequence[Sequence[int]], questions: Sequence[str] = ()) -> None:
         if self.answers is not None:

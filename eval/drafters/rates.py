@@ -62,7 +62,7 @@ class HitRates:
 
 
 class LookupRates:
-    """How often look-ups were right, over all rows in a drafter's lifetime: in a row's own text by the length of the
+    """How often look-ups were right, over all rows and texts of an engine: in a row's own text by the length of the
     match, in answers by the guess's share."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ of prompts that are measured."""
 import struct
 
 import pytest
-from drafted import untrained
+from drafted import told, untrained
 from headstart.base.errors import BadInput
 from headstart.engines.heads import save_head
 from headstart.eval.decoding import generate
@@ -50,6 +50,17 @@ def test_the_source_that_was_right_more_often_decides():
     for _ in range(20):
         row.extend([30, 7, 10])
     assert row.draft(1) == [30], "in this text it is always otherwise"
+
+
+def test_what_was_right_is_known_to_the_next_text_of_an_engine_and_to_no_other_engine():
+    """Else a setting that is measured later would draft by what earlier ones learnt of the same texts."""
+    drafter, text = SuffixDrafter(answers=Answers([([3], [10, 20])] * 4)), [7, 10, 30, 7, 10]
+    state = told(drafter, [text])
+    for round_ in range(20):
+        told(drafter, [[10, 30, 7, 10]], state=state, start=4 + 3 * round_)
+    again = told(drafter, [text], state=drafter.restart(state, batch_size=1, max_length=99))
+    assert drafter.propose(again, num_draft_tokens=1).tokens.tolist() == [[30]]
+    assert drafter.propose(told(drafter, [text]), num_draft_tokens=1).tokens.tolist() == [[20]]
 
 
 def test_the_text_is_the_targets_and_its_own_answer_is_accepted_whole(target):

@@ -87,21 +87,26 @@ def test_what_was_never_right_is_trusted_less():
 
 
 def test_a_head_that_is_wrong_more_often_than_look_ups_is_asked_again_now_and_then(target):
-    """For it may be right by now."""
+    """For it may be right by now. Another setting finds out for itself."""
     drafter, asked = HybridDrafter(untrained("eagle3", target, num_depths=3)), []
-    propose, prompts = drafter.head.propose, [[1, 5, 9] * 6]
+    propose, prompts, stop = drafter.head.propose, [[1, 5, 9] * 6], Stop.of(target, eos_token_ids=[])
     drafter.head.propose = lambda *args, **more: asked.append(1) or propose(*args, **more)  # pyright: ignore
-    generate(target, drafter, prompts, max_new_tokens=16, num_draft_tokens=1)
+    engine = Engine(target, drafter, batch_size=1, max_length=60, num_draft_tokens=1)
+    decode(engine, prompts, max_new_tokens=16, stop=stop)
     assert asked
     asked.clear()
-    drafter.asking.num_rounds = FIRST
+    assert engine.state is not None
+    learnt = engine.state.learnt
+    learnt.asking.num_rounds = FIRST
     for probability in PROBABILITIES * 500:
-        drafter.guessed.add(probability, is_right=False)
-    generate(target, drafter, prompts, max_new_tokens=20, num_draft_tokens=1)
-    assert not asked and drafter.asking.unasked > 0
-    drafter.asking.unasked = EXPLORED
-    generate(target, drafter, prompts, max_new_tokens=4, num_draft_tokens=1)
+        learnt.guessed.add(probability, is_right=False)
+    decode(engine, prompts, max_new_tokens=20, stop=stop)
+    assert not asked and learnt.asking.unasked > 0
+    learnt.asking.unasked = EXPLORED
+    decode(engine, prompts, max_new_tokens=4, stop=stop)
     assert len(asked) == 1
+    generate(target, drafter, prompts, max_new_tokens=4, num_draft_tokens=2, eos_token_ids=[])
+    assert len(asked) > 1
 
 
 @pytest.mark.parametrize("head_type", [*sorted(HEADS), "recurrent"])
