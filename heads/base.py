@@ -120,6 +120,11 @@ class DraftHead(nn.Module, Drafter, Expands):
         return self.config.num_depths
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether it draws noise in training, with which it drafts otherwise than in decoding."""
+        return False
+
+    @property
     def num_drafted(self) -> int:
         """Vd, the number of tokens that it can draft."""
         return self.target.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)

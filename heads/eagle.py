@@ -104,8 +104,12 @@ class EagleHead(RecurrentHead):
             layer.weight.mul_(factors[0])
         self.fc.bias.mul_(factors[0])
 
+    @property
+    def is_noisy(self) -> bool:
+        return self.config.noise > 0
+
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
-        if self.training and self.config.noise:
+        if self.training and self.is_noisy:
             features = self.features(batch.output)
             features = features + (torch.rand_like(features) - 0.5) * self.config.noise
             batch = replace(batch, output=replace(batch.output, post_norm=features))

@@ -33,6 +33,7 @@ from .inputs.config import TrainConfig
 from .inputs.launch import product_dtype
 from .loop import step_seed
 from .optim import build_optimizer, set_learning_rates
+from .validation import evaluating
 from .watching.speed import synchronize
 from .watching.trend import ADVICE, Trend
 
@@ -217,7 +218,7 @@ class FollowingHead:
         return self.share is None or spent <= self.share * (now + coming - self.began)
 
     def _step(self, batch: DraftBatch) -> LossOutput:
-        """One optimizer step, over all chains that decoding could run."""
+        """One optimizer step, over all chains that decoding could run; the hits are of drafts without noise."""
         device = self.target.device
         set_learning_rates(self.optimizer, self.head, self.num_steps, self.config)
         devices = range(torch.cuda.device_count()) if device.type == "cuda" else []  # the seed is set on all of them
@@ -225,6 +226,9 @@ class FollowingHead:
             torch.manual_seed(step_seed(self.config.seed, self.num_steps, 0))  # some families draw noise
             with self.autocast():
                 out = self.head.loss(batch)
+                if self.head.is_noisy:
+                    with torch.no_grad(), evaluating(self.head):
+                        out = replace(out, hits=self.head.loss(batch).hits)
             if not out.loss.isfinite():
                 raise BadInput(f"step {self.num_steps + 1} of following: the loss is {out.loss.item()}: {ADVICE}")
             if not out.depth_count.any():  # no position to learn, as of answers of one token

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from itertools import count
 from types import MethodType
 from typing import Any
@@ -131,11 +132,14 @@ def test_it_learns_what_the_policy_writes_now(start, policy, config):
     assert lengths[-1] > 1.2 * lengths[0], lengths
 
 
-def test_the_acceptance_that_it_expects_is_that_of_decoding(start, config, target):
-    start()
+@pytest.mark.parametrize(("head_type", "noise"), [("eagle3", {}), ("eagle", {"noise": 100.0})])
+def test_the_acceptance_that_it_expects_is_that_of_decoding(head_type, noise, start, config, target):
+    """Also where training draws noise, here more than what it learns from."""
+    start(head_type)
     head = FollowingHead(target, config(batch_size=len(PROMPTS)), share=None)
     head.follow(rolled(target)[0], max_steps=30)
     rollouts, rounds = rolled(target, head.drafter(), num_draft_tokens=3)
+    head.head.config = replace(head.head.config, **noise)
     told = head.follow(rollouts, max_steps=1).acceptance
     committed = sum(sum(one.num_committed) for one in rounds[1:])
     num_rounds = sum(num > 0 for one in rounds[1:] for num in one.num_committed)
