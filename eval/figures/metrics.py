@@ -163,6 +163,18 @@ def expected_acceptance(starts: ChainStarts, hits: Tensor, *, num_draft_tokens: 
     return counted
 
 
+@dataclass(frozen=True)
+class Observation:
+    """One prompt, or one batch, as the intervals count them: rounds, committed tokens, and the seconds of both sides
+    for equal tokens, prefills left out. prompts: their numbers in the suite."""
+
+    prompts: list[int]
+    num_rounds: int
+    num_committed: int
+    baseline_seconds: float
+    seconds: float
+
+
 Sums = tuple[Sequence[float], Sequence[float]]  # a ratio of sums: numerators and denominators, paired
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .metrics import Ends
+from .metrics import Ends, Observation
 
 GRAM = 4  # tokens
 LOOPING = 0.5  # share of repeated 4-grams above which a text counts as looping
@@ -24,12 +24,14 @@ class TextRepetition:
 
 @dataclass(frozen=True)
 class WithoutLoops:
-    """A result's figures without the prompts whose texts loop. num_timed: prompts, or batches without such prompts."""
+    """A result's figures without the prompts whose texts loop. num_timed: prompts, or batches without such prompts.
+    observations: as of a result."""
 
     num_timed: int
     acceptance_length: float | None
     speedup: float | None
     speedup_ci95: Ends
+    observations: list[Observation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

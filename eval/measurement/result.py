@@ -10,24 +10,12 @@ from ...base.errors import BadInput
 from ...base.typed import read_json
 from ...targets.weights.served_adapter import AdapterInfo
 from ..figures.bandwidth import Bandwidth
-from ..figures.metrics import AcceptancePart, Calibration, Ends, ratio_and_interval
+from ..figures.metrics import AcceptancePart, Calibration, Ends, Observation, ratio_and_interval
 from ..figures.recorded_training import RecordedTraining
 from ..figures.repetition import Repetition
 from ..proof.lossless import LosslessReport
 from ..proof.sampling_check import SamplingCheck
 from ..suites.prompts import FailedPrompt
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One prompt, or one batch, as the intervals count them: rounds, committed tokens, and the seconds of both sides
-    for equal tokens, prefills left out. prompts: their numbers in the suite."""
-
-    prompts: list[int]
-    num_rounds: int
-    num_committed: int
-    baseline_seconds: float
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..decoding.draft_setting import DraftSetting
 from ..figures.bandwidth import baseline_bandwidth
 from ..figures.metrics import (
     Acceptance,
+    Observation,
     acceptance,
     calibration,
     rounded,
@@ -36,7 +37,7 @@ from .breakdown import (
 )
 from .disturbance import disturbance, step_medians
 from .passes import pass_seed
-from .result import LikeTraining, Observation, RenderedChats, Result, Timing
+from .result import LikeTraining, RenderedChats, Result, Timing
 
 
 def unmeasured(
@@ -195,9 +196,10 @@ def without_loops(
     counted = Acceptance.nothing(num_draft_tokens)
     for batch, rows in zip(batches, not_looping, strict=True):
         counted += acceptance(batch.drafted.rounds_of(counted_runs), num_draft_tokens=num_draft_tokens, rows=rows)
-    seconds = timed_seconds(batch for batch, rows in zip(batches, not_looping, strict=True) if all(rows))
-    speedup, interval = speedup_of(seconds)
-    return WithoutLoops(len(seconds), rounded(counted.length), speedup, interval)
+    others = [batch for batch, rows in zip(batches, not_looping, strict=True) if all(rows)]
+    seen = observations(others, counted_runs, num_draft_tokens=num_draft_tokens)
+    speedup, interval = speedup_of(timed_seconds(others))
+    return WithoutLoops(len(seen), rounded(counted.length), speedup, interval, seen)
 
 
 def observations(batches: Iterable[MeasuredBatch], counted_runs: int, *, num_draft_tokens: int) -> list[Observation]:

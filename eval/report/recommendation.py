@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..figures.metrics import LEAST_TIMED
+from ..figures.repetition import WithoutLoops
 from ..measurement.result import Result
 from ..proof.sampling_check import POWER, SMALLEST_P, share_seen
 from .conclusion import Conclusion
@@ -73,7 +74,9 @@ def best_deployable(results: Sequence[Result], *, among: int | None = None) -> R
     deployable = [
         result
         for result in results
-        if is_faster(result, num_choices=num_choices) and is_lossless(result) and not rests_on_loops(result)
+        if is_faster(result, num_choices=num_choices)
+        and is_lossless(result)
+        and not rests_on_loops(result, num_choices=num_choices)
     ]
     return max(deployable, key=lower_end, default=None)
 
@@ -116,13 +119,19 @@ def approval(best: Result, ours: Sequence[Result]) -> Advice:
 
 def chosen_words(best: Result, num_choices: int) -> str:
     """What follows from having measured so many results."""
-    low, high = interval_as_chosen(best, num_choices) or (None, None)
     if len(best.observations) < 2:  # of an older report
         return f"The best of {num_choices} results looks a little better than it is; measure it again alone."
-    return (
-        f"It is the best of {num_choices} results: with that allowed for, the 95 % interval is "
-        f"[{number(low)}, {number(high)}]."
-    )
+    words = f"It is the best of {num_choices} results: with that allowed for, the 95 % interval is "
+    words += widened_words(best, num_choices)
+    if without := best.repetition.without_loops:
+        words += f", without looping texts {widened_words(without, num_choices)}"
+    return f"{words}."
+
+
+def widened_words(part: Result | WithoutLoops, num_choices: int) -> str:
+    """The interval of one of so many: `[1.71, 2.13]`."""
+    low, high = interval_as_chosen(part, num_choices) or (None, None)
+    return f"[{number(low)}, {number(high)}]"
 
 
 def doubts(best: Result) -> list[str]:
@@ -177,9 +186,11 @@ def refusal(nearest: Result, num_results: int) -> Advice:
             "that is served, and prompts whose answers end."
         )
     elif is_faster(nearest):
+        looping = nearest.repetition.without_loops if rests_on_loops(nearest, num_choices=num_results) else None
+        low = lower_end(looping or nearest, num_choices=num_results)
         reason = (
             f"{where}: the interval lies above 1, but it is the best of {num_results} results; with that allowed for, "
-            f"it reaches down to {lower_end(nearest, num_choices=num_results):.2f}. Measure this one again, alone."
+            f"it reaches down to {low:.2f}{' without looping texts' if looping else ''}. Measure this one again, alone."
         )
     elif high < 1:
         reason = f"Even the best, {where}, is slower than no drafts: the whole interval lies below 1."

@@ -112,13 +112,13 @@ def interval_of(part: Figures) -> Interval | None:
     return None if low is None or high is None else (low, high)
 
 
-def lower_end(part: Result, *, num_choices: int = 1) -> float:
+def lower_end(part: Result | WithoutLoops, *, num_choices: int = 1) -> float:
     """The lower end of the speedup's interval; 0 where nothing was timed. Args: num_choices: as in
     `interval_as_chosen`."""
     return (interval_as_chosen(part, num_choices) or (0.0, 0.0))[0]
 
 
-def interval_as_chosen(part: Result, num_choices: int) -> Interval | None:
+def interval_as_chosen(part: Result | WithoutLoops, num_choices: int) -> Interval | None:
     """The interval of a speedup that was chosen among so many (`ratio_and_interval`); its own if observations are not
     known."""
     if num_choices == 1 or len(part.observations) < 2:
@@ -147,11 +147,12 @@ def is_faster(result: Result, *, num_choices: int = 1) -> bool:
     return is_above and num_timed(result) >= LEAST_TIMED and not result.step_medians.is_impossible
 
 
-def rests_on_loops(result: Result) -> bool:
-    """Whether it is not shown to be faster without the prompts whose texts loop."""
+def rests_on_loops(result: Result, *, num_choices: int = 1) -> bool:
+    """Whether it is not shown to be faster without the prompts whose texts loop. Args: num_choices: as in
+    `is_faster`."""
     without = result.repetition.without_loops
     return without is not None and not (
-        (without.speedup_ci95[0] or 0.0) > 1 and without.num_timed >= LEAST_TIMED  # as `is_faster`
+        lower_end(without, num_choices=num_choices) > 1 and without.num_timed >= LEAST_TIMED
     )
 
 

@@ -1,5 +1,6 @@
 """The report page: what it advises follows the figures, and it is a page that anybody can open and keep."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -271,6 +272,23 @@ def test_a_gain_that_rests_on_loops_is_not_deployed_and_one_that_stays_has_both_
     assert text.count("8 of 20 texts repeat more than half of their 4-grams") == 1 and "Deploy EAGLE-3" in text
     stays = recommend([looping((1.3, 1.2, 1.4))])
     assert stays.is_good and "without these 1.30 [1.20, 1.40], 1.20 tokens per forward" in stays.cautions[0]
+
+
+def test_what_is_left_without_loops_was_chosen_among_as_many():
+    """Alone its interval lies above 1, as the best of ten it does not; of two it does, and is shown so."""
+    seen, without = (
+        [
+            {"prompts": [i], "num_rounds": 1, "num_committed": 2, "baseline_seconds": gain + more, "seconds": 1.0}
+            for i, gain in enumerate([1.05, 1.4, 1.1, 1.5, 1.2, 1.3])
+        ]
+        for more in (0.5, 0.0)
+    )
+    left = looping((1.26, 1.07, 1.48), num_timed=6, observations=without)
+    left = replace(left, observations=result(observations=seen).observations)
+    others = [slow(num_draft_tokens=k) for k in range(4, 13)]
+    assert recommend([left, *others[:1]]).cautions[0].endswith("without looping texts [1.03, 1.53].")
+    refused = recommend([left, *others])
+    assert not refused.is_good and "it reaches down to 0.93 without looping texts" in refused.reasons[0]
 
 
 @pytest.mark.parametrize(("prompts", "timed", "size"), [(2, None, 1), (20, 3, 1), (24, None, 8), (1, None, 1)])
