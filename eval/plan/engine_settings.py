@@ -35,22 +35,24 @@ def schedule_for_vllm(
     accepted: Sequence[Accepted],
     times: StepTable,
     *,
-    max_batch_size: int,
+    batch_sizes: Sequence[int],
     context: float,
     measured: Mapping[int, int] = {},
 ) -> list[ScheduleRange]:
     """vLLM's `num_speculative_tokens_per_batch_size`, by the speedup of chains with all rows busy.
 
     K is kept from one batch size to the next while it is within LEAST_GAIN of the best, so that it does not change back
-    and forth.
+    and forth. Of fewer rows than were planned for nothing is known: vLLM wants a K there, and gets that of the fewest.
 
-    Args: measured: K by batch size, which is kept; between two of them only theirs are chosen from.
+    Args:
+        batch_sizes: those planned for.
+        measured: K by batch size, which is kept; between two of them only theirs are chosen from.
     """
     chains = {one.setting.num_draft_tokens: one for one in accepted if one.setting.tree is None}
     ranges: list[ScheduleRange] = []
-    for size in range(1, max_batch_size + 1):
+    for size in range(min(batch_sizes), max(batch_sizes) + 1):
         below = next((at for at in range(size, 0, -1) if at in measured), None)
-        above = next((at for at in range(size, max_batch_size + 1) if at in measured), None)
+        above = next((at for at in range(size, max(batch_sizes) + 1) if at in measured), None)
         lengths = {0, *chains} if below is None or above is None else {measured[below], measured[above]}
         gains = dict.fromkeys(lengths, 1.0)
         for length in lengths - {0}:
@@ -62,7 +64,7 @@ def schedule_for_vllm(
         if ranges and previous == best:
             ranges[-1] = ranges[-1]._replace(last=size)
         else:
-            ranges.append(ScheduleRange(size, size, best))
+            ranges.append(ScheduleRange(size if ranges else 1, size, best))
     return ranges
 
 

@@ -151,8 +151,8 @@ class Planner:
         cells = self.check(predict_cells(accepted, workload, times, batch_sizes=scope.batch_sizes), times, scope, costs)
         head = self.drafter if isinstance(self.drafter, DraftHead) else None
         method = self.name.partition(":")[0] if head is None else head.method
-        most, lengths = max(scope.batch_sizes), measured_lengths(cells)
-        schedule = schedule_for_vllm(accepted, times, max_batch_size=most, context=workload.context, measured=lengths)
+        sizes, lengths = scope.batch_sizes, measured_lengths(cells)
+        schedule = schedule_for_vllm(accepted, times, batch_sizes=sizes, context=workload.context, measured=lengths)
         return Plan(
             drafter=self.name,
             suite=suite.name,

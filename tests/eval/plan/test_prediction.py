@@ -159,7 +159,7 @@ def test_the_shortlist_has_the_most_promising_of_each_batch_size():
 
 
 def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
-    found = schedule_for_vllm([accepted(1, 1.5), accepted(6, 3)], Times(), max_batch_size=20, context=9)
+    found = schedule_for_vllm([accepted(1, 1.5), accepted(6, 3)], Times(), batch_sizes=(1, 20), context=9)
     assert [pair[0] for pair in found] == [1, *(pair[1] + 1 for pair in found[:-1])] and found[-1][1] == 20
     assert [length for _, _, length in found] == [6, 1, 0]
     for low, high, length in found:
@@ -167,7 +167,9 @@ def test_the_schedule_has_every_batch_size_once_and_turns_drafting_off():
             gains = {0: 1.0, 1: 1.5 * 10 / (10 + size), 6: 3 * 10 / (10 + 6 * size)}
             assert gains[length] >= 0.99 * max(gains.values())
     near = [accepted(1, 2.0), accepted(2, 2.005)]
-    assert len(schedule_for_vllm(near, Times(free=999), max_batch_size=64, context=9)) == 1, "for one percent"
+    assert len(schedule_for_vllm(near, Times(free=999), batch_sizes=(1, 64), context=9)) == 1, "for one percent"
+    of_eight = schedule_for_vllm([accepted(1, 1.5), accepted(6, 3)], Times(), batch_sizes=(8, 20), context=9)
+    assert of_eight == [(1, 20, 0)], "of fewer than eight nothing is known, whatever two points would extrapolate to"
 
 
 def test_what_was_measured_stands_in_the_schedule():
@@ -178,7 +180,7 @@ def test_what_was_measured_stands_in_the_schedule():
     checked = measured(cells, *(1.4 if cell.setting.name == fastest.get(cell.batch_size) else 0.9 for cell in cells))
     lengths = measured_lengths(checked)
     assert lengths == {1: 1, 8: 6, 16: 0}
-    found = schedule_for_vllm(settings, Times(), max_batch_size=20, context=9, measured=lengths)
+    found = schedule_for_vllm(settings, Times(), batch_sizes=(1, 20), context=9, measured=lengths)
     lengths = {size: length for low, high, length in found for size in range(low, high + 1)}
     assert [lengths[size] for size in (1, 8, 16)] == [1, 6, 0]
     assert {lengths[size] for size in range(2, 8)} <= {1, 6} and {lengths[size] for size in range(9, 16)} <= {6, 0}
