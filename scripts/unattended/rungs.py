@@ -130,7 +130,7 @@ def learn(run: AutoRun, server: TargetServer) -> Trained:
     journal, chosen = run.journal, known(run.journal.chosen)
     learner = learners_of(run, server)[chosen.name]
     earlier = head_in(run.folder / "candidates" / chosen.name, "best")
-    head, score = earlier, chosen.score
+    head, score = earlier, learner.score_of(earlier) if earlier else None
     if not earlier or chosen.max_steps >= LEAST_STEPS:
         steps, output = max(chosen.max_steps, LEAST_STEPS), run.folder / "training"
         seconds = run.left_until(journal.learning_until)
@@ -139,8 +139,9 @@ def learn(run: AutoRun, server: TargetServer) -> Trained:
         record = server.train(what, arguments, name="learn-chosen", seconds=seconds, until=journal.learning_until)
         last = learner.score(output, record, steps_before=0)
         trained = head_in(output, "final", "best")
-        if trained and (score is None or last.predicted_speedup >= score.predicted_speedup):
-            head, score = trained, score if last.problem else last
+        own = learner.score_of(trained, seconds=record.seconds) if trained else None
+        if trained and (score is None or own and own.predicted_speedup >= score.predicted_speedup):
+            head, score = trained, own
         taken = "its last checkpoint" if head == trained else "the best head of the rungs"
         if head and last.problem:
             run.say(f"warning: the last training: {last.problem}; {taken} is taken")

@@ -12,6 +12,8 @@ import yaml
 
 from ...base.files import write_text
 from ...base.jsonl import read_appended
+from ...eval.figures.recorded_training import RecordedTraining
+from ...heads.stored.folder import read_record
 from .answers import VALIDATION
 from .candidates import Candidate, find_candidates
 from .machine import predict_length
@@ -195,13 +197,28 @@ class Learner:
 
         The score has a `problem` if training failed, or there was no validation after step `steps_before`.
         """
-        name, (step, found) = self.candidate.name, last_validation(output)
+        step, found = last_validation(output)
         if step <= steps_before or (record.exit_code and not record.stopped):
             problem = TIME_IS_UP if record.stopped else f"it failed: see {record.log}"
-            return Score(name, seconds=record.seconds, problem=problem)
-        rates = found["acceptance_rate"]
+            return Score(self.candidate.name, seconds=record.seconds, problem=problem)
+        length, rates = found["acceptance_length"], found["acceptance_rate"]
+        return self._scored(step, length, rates, seconds=record.seconds)
+
+    def score_of(self, head: str, *, seconds: float = 0.0) -> Score | None:
+        """The score of a head that was written, by the validation of its own step, which need not be the last; None:
+        there was none. Args: seconds: of the command that trained it."""
+        training = read_record(head).training
+        if training is None:
+            return None
+        recorded = RecordedTraining.from_json(training, where=f"head {head}").validation
+        found = recorded and (recorded.decoded or recorded)
+        if found is None or found.acceptance_length is None:
+            return None
+        return self._scored(training["steps"], found.acceptance_length, found.acceptance_rate, seconds=seconds)
+
+    def _scored(self, step: int, length: float, rates: list[float | None], *, seconds: float) -> Score:
         num_draft_tokens, speedup = predict_length(rates, self.measured.costs)
-        return Score(name, step, record.seconds, found["acceptance_length"], rates, num_draft_tokens, speedup)
+        return Score(self.candidate.name, step, seconds, length, rates, num_draft_tokens, speedup)
 
 
 def learners_of(run: AutoRun, server: TargetServer) -> dict[str, Learner]:

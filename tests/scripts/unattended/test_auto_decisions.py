@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import untrained
 from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import SamplingConfig, exchanges
 from headstart.data_pipelines.rows.sources import iter_rows
-from headstart.engines.heads import HEADS
+from headstart.engines.heads import HEADS, save_head
 from headstart.engines.servers.setting import EngineSetting
 from headstart.heads.block_network import BlockConfig
 from headstart.scripts.unattended import candidates, machine
@@ -22,6 +23,7 @@ from headstart.scripts.unattended.held_out import split_prompts
 from headstart.scripts.unattended.machine import GENEROUS, predict_length, served_costs
 from headstart.scripts.unattended.rungs import (
     by_gain_per_cost,
+    learn,
     rung_seconds,
     starting_candidates,
     survivors,
@@ -30,6 +32,7 @@ from headstart.scripts.unattended.running.clock import EVALUATION, TRAINED, Cloc
 from headstart.scripts.unattended.running.journal import (
     AnswerCounts,
     AutoJournal,
+    Chosen,
     Machine,
     Measured,
     RoundCost,
@@ -38,6 +41,7 @@ from headstart.scripts.unattended.running.journal import (
     Split,
     Trained,
 )
+from headstart.scripts.unattended.running.steps import StepRecord
 from headstart.scripts.unattended.training import FITTING, LEAST_STEPS, Learner, Pace, steps_in
 from headstart.train.inputs.config import load_run
 from safetensors.torch import save_file
@@ -207,6 +211,32 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     assert loading.pace.overhead == pytest.approx(60.0 + continued + fitting), "each training loads the target"
     few = learner_of("medusa", machine, tmp_path, tokens=40, row_tokens=60)
     assert few.fitting_seconds == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
+
+
+@pytest.mark.parametrize("is_trained_on", [False, True])
+def test_the_score_of_the_head_that_is_taken_is_of_its_own_step(is_trained_on, target, tmp_path):
+    """The last validation of a rung, or of a training that was stopped, may be of a later step that is worse."""
+
+    def written(folder, steps, length):
+        figures = {"num_rounds": 9, "acceptance_length": length, "acceptance_rate": [length - 1]}
+        save_head(untrained("medusa", target), tmp_path / folder, training={"steps": steps, "validation": figures})
+        row = {"step": steps + 10, "validation": figures | {"acceptance_length": 1.1, "acceptance_rate": [0.1]}}
+        (tmp_path / folder).with_name("metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    def train(*_, **__):
+        written("training/best", 15, 1.8)
+        return StepRecord("learn-chosen", "train", "log", 30.0, 143, stopped=True)
+
+    written("candidates/medusa/best", 20, 1.6)
+    medusa = Measured("medusa", costs=[RoundCost(1, 1.1)], step_seconds=2.0, token_seconds=0.01)
+    machine = Machine(10.0, "float32", start_seconds=5.0, start_tokens=1000, candidates=[medusa])
+    run = learner_of("medusa", machine, tmp_path).run
+    late = Score("medusa", 30, 1.0, 1.1, [0.1], 1, 1.0)  # of the rung's last step
+    run.journal.chosen = Chosen("medusa", LEAST_STEPS * is_trained_on, late)
+    run.settings.engine, run.left_until, run.say = EngineSetting(), lambda _: 600.0, lambda *_: None
+    found = learn(run, run_of(gives_states=False, train=train, close=lambda: None)).score
+    assert found is not None
+    assert (found.steps, found.acceptance_length) == ((15, 1.8) if is_trained_on else (20, 1.6))
 
 
 @pytest.mark.parametrize("minutes", [20, 120])
