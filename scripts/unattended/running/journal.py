@@ -47,6 +47,7 @@ class Journal:
     file_name: ClassVar[str]
     settings: dict[str, Any]  # the options of the run, the same as in the folder's marker file
     schema_version: int = SCHEMA_VERSION
+    ran_on: str = ""  # the machine of the last start: device, threads, version
     decision: Decision | None = None
     seconds: float = 0.0  # of the budget used, over all starts of the run
     steps: list[StepRecord] = field(default_factory=list)  # the commands that were run

@@ -10,12 +10,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import torch
+
+from .... import __version__
 from ....base.differing import first_difference
 from ....base.doing import doing
 from ....base.errors import BadInput, first_line
 from ....base.owned import OwnedFolder
 from ....base.terminal import PlainConsole
 from ....engines.servers.setting import EngineSetting
+from ....eval.figures.environment import device_name
 from ....targets.dtype import default_dtype
 from ....targets.target import Target
 from ....train.watching.stopping import Stopping
@@ -102,7 +106,21 @@ class Session(Generic[S, J]):
             if difference := first_difference(owned.settings, told):
                 raise BadInput(f"{owned.path}: started with {difference}; give a new folder")
             with Stopping() as stopping:
-                yield cls(settings, owned, stopping, is_verbose=is_verbose)
+                run = cls(settings, owned, stopping, is_verbose=is_verbose)
+                run.note_machine()
+                yield run
+
+    def note_machine(self) -> None:
+        """Says so where the last start was on another machine, whose times are not those of this one."""
+        here, before = machine_words(self.settings.device), self.journal.ran_on
+        self.journal.ran_on = here
+        if before not in ("", here) and self.journal.decision is None:
+            then = "what was timed is timed again" if self.forget_times() else "what was timed stays"
+            self.say(f"warning: goes on with {here}, behind a start with {before}: {then}")
+
+    def forget_times(self) -> bool:
+        """Drop what was timed, if nothing rests on it yet; whether it was dropped."""
+        return False
 
     @property
     def data(self) -> Path:
@@ -207,10 +225,22 @@ class AutoRun(Session[AutoSettings, AutoJournal]):
 
     command, journal_type = "headstart auto", AutoJournal
 
+    def forget_times(self) -> bool:
+        journal = self.journal
+        if journal.rungs or journal.chosen or journal.report:
+            return False
+        journal.serving = journal.machine = None
+        return True
+
     @property
     def machine(self) -> Machine:
         """The measured machine, once it is."""
         return known(self.journal.machine)
+
+
+def machine_words(device: str) -> str:
+    """What times depend on besides the settings: the device, the threads, and our version."""
+    return f"{device_name(torch.device(device))}, {torch.get_num_threads()} threads, headstart {__version__}"
 
 
 def files_digest(paths: Iterable[str]) -> str:

@@ -5,8 +5,11 @@ import sys
 import time
 
 import pytest
+import torch
 from headstart.base.errors import BadInput
 from headstart.scripts.unattended.running.clock import Clock
+from headstart.scripts.unattended.running.journal import Machine, Rung
+from headstart.scripts.unattended.running.session import AutoRun, AutoSettings
 from headstart.scripts.unattended.running.steps import CommandRunner
 from headstart.train.watching.stopping import Stopping
 
@@ -76,3 +79,25 @@ def is_alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(("is_learning", "is_kept"), [(False, False), (True, True)])
+def test_on_another_machine_times_are_taken_again_until_candidates_learn_by_them(
+    is_learning, is_kept, tmp_path, monkeypatch, capsys
+):
+    settings = AutoSettings(
+        target="t", budget=60.0, dtype="float32", device="cpu", launcher="", seed=0, prompts="p", batch_size=1,
+        max_new_tokens=8, draft_window="", traffic="0f",
+    )  # fmt: skip
+    for number, threads in enumerate((1, 1, 2)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with AutoRun.open(tmp_path / "out", settings) as run:
+            told = capsys.readouterr().err
+            if number < 2:
+                assert not told
+                run.journal.machine = Machine(10.0, "float32", 1.0, 10, [])
+                run.journal.rungs = [Rung({"medusa": 10})] * is_learning
+                run.write()
+            else:
+                assert (run.journal.machine is not None) == is_kept and ", 1 threads, headstart " in told
+                assert told.strip().endswith("stays" if is_kept else "is timed again")
