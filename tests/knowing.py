@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from headstart.engines.heads import build_head
@@ -19,9 +20,11 @@ SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 
 
 def save_target(folder: Path) -> None:
-    """In `folder`, with bytes for a vocabulary. Its sliding window is longer than the texts, as engines differ there."""
+    """With bytes for a vocabulary. Its sliding window is longer than the texts, as engines differ there."""
     torch.manual_seed(0)
+    sizes: dict[str, Any] = {"global_head_dim": 64, "hidden_size_per_layer_input": 0}
     config = Gemma4TextConfig(
+        **sizes,
         vocab_size=512,
         hidden_size=64,
         intermediate_size=96,
@@ -29,12 +32,11 @@ def save_target(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        global_head_dim=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=64,
         max_position_embeddings=256,
-        hidden_size_per_layer_input=0,
         pad_token_id=0,
+        tie_word_embeddings=False,  # a tied random table would only repeat its input
         eos_token_id=1,
         bos_token_id=2,
     )

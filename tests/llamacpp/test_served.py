@@ -17,13 +17,7 @@ from headstart.engines.check import check_export
 from headstart.engines.export import export_head
 from headstart.engines.heads import build_head, head_class, save_head
 from headstart.engines.llamacpp import Conversion
-from headstart.engines.servers.llama_server import LlamaServerEngine
 from headstart.eval.decoding import generate
-from headstart.eval.measurement.resume import BatchStore
-from headstart.eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
-from headstart.eval.served.load import Load
-from headstart.eval.served.questions import PLAIN, Question
-from headstart.eval.served.served_result import ServedResult
 from headstart.eval.suites.prompts import Suite
 from headstart.heads.base import DraftBatch, DraftHead
 from headstart.heads.block import BlockHead
@@ -45,15 +39,6 @@ LEAST = {
     "the target as its own draft model": 3.99
 }  # tokens per forward; others 1.3, so that there is something to compare
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def llamacpp(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    """The server and the checkout."""
-    server, checkout = (request.config.getoption(option, default=None) for option in ("--llama-server", "--llama-cpp"))
-    if not checkout:
-        pytest.skip("needs llama.cpp: make test-llamacpp")
-    return str(server), Path(str(checkout))
 
 
 @pytest.fixture(scope="module")
@@ -109,22 +94,9 @@ def texts_of(target: Target, head: DraftHead, suite: Suite, answers: list[list[i
         yield DraftBatch(ids, torch.ones_like(ids).bool(), output)
 
 
-def served(binary: str, target: Path, head: Path, suite: Suite, folder: Path) -> ServedResult:
-    """The head in llama-server, one question at a time, beside the server without it."""
-    engine, questions = LlamaServerEngine(), [Question("", PLAIN, {"prompt": ids}, ids) for ids in suite.prompts]
-    drafting = engine.head_file(str(head), str(target), K)
-    assert drafting is not None
-    room = [*engine.room(1, max(map(len, suite.prompts)) + LENGTH + 16), "-t", "2"]
-    plain, drafted = (ServedSide(None, engine.command(binary, str(target), told, room)) for told in ([], drafting[0]))
-    config = ServedConfig([Load()], max_new_tokens=LENGTH, num_repeats=1, settings=engine.neutral)
-    with BatchStore(folder) as store:
-        [result] = measure_in_servers(engine, ServedDrafts("head", K, (plain, drafted)), questions, config, store=store)
-    return result
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
-    name, llamacpp, world, target_gguf, tmp_path, figures
+    name, llamacpp, served, world, target_gguf, tmp_path, figures
 ):
     (server, checkout), (target, suite, answers) = llamacpp, world
     family, options = HEADS[name]
@@ -149,7 +121,7 @@ def test_llama_server_keeps_the_text_and_accepts_as_many_drafts_as_we_do(
     if not target_gguf.exists():
         (out / "target.gguf").rename(target_gguf)
 
-    theirs = served(server, target_gguf, out / "head.gguf", suite, tmp_path / "measured")
+    theirs = served(server, target_gguf, out / "head.gguf", suite, tmp_path / "measured", length=LENGTH, num_draft=K)
     ends = sorted(target.eos_token_ids)
     how = {"max_new_tokens": LENGTH, "eos_token_ids": ends, "num_draft_tokens": K}
     rounds = [done for part in chunks(suite.prompts, size=8) for done in generate(target, head, part, **how).rounds[1:]]
