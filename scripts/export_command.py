@@ -40,6 +40,7 @@ def export(
     eagle, eagle3   vllm, sglang (one folder for both); eagle3 also speculators, which names its target, and llama.cpp
     medusa          vllm (0.32 at most)
     block           vllm, sglang, speculators, llama.cpp: DFlash, DFlash2, DSpark; vllm, sglang: LiLiCorr
+    assistant       vllm, sglang (one folder for both), llama.cpp: of Gemma 4
     mtp             vllm, sglang, hf: a copy of the target with the modules in it; llama.cpp, of some targets
     draft_lm        vllm, sglang, hf, llama.cpp: a plain model with the target's tokenizer
     answers.jsonl   llama.cpp, sglang: what it looks up, with no head at all

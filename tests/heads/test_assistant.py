@@ -1,5 +1,6 @@
 """An assistant computes what transformers' own class of Gemma 4's computes with the same weights."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from headstart.engines.heads import build_head, load_head, save_head
 from headstart.eval.decoding import generate
 from headstart.heads.assistant import AssistantConfig, AssistantHead
 from headstart.heads.drafting.drafter import Reading
+from headstart.heads.stored.record import PROVENANCE
 from headstart.targets.target import Target
 from perturbing import perturb
 from transformers import AutoModelForCausalLM
@@ -66,7 +68,11 @@ def test_its_drafts_are_those_of_transformers(name, target, tmp_path):
         last, hidden = out.logits.argmax(-1), out.last_hidden_state
         assert last[0, 0] == drafted.tokens[0, depth]
 
-    again = load_head(tmp_path / "out", target)  # what a published folder becomes
+    path = tmp_path / "out" / "config.json"  # as others publish it, without our record
+    path.write_text(
+        json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != PROVENANCE})
+    )
+    again = load_head(tmp_path / "out", target)
     text = [generate(target, one, [ids[0].tolist()], max_new_tokens=12, eos_token_ids=[]) for one in (head, again)]
     assert text[0].token_ids == text[1].token_ids
     assert [one.num_accepted for one in text[0].rounds] == [one.num_accepted for one in text[1].rounds]
