@@ -173,7 +173,7 @@ def notes(head: HeadFolder) -> list[str]:
         trained = f"those that the head was trained on ({head.record.target_name})"
         lines.append(f"target {head.target}: other weights than {trained}: fewer of its drafts may be accepted")
     is_gemma = (head.target_config or {}).get("model_type") == "gemma3_text"  # of Gemma 3 with images too
-    return [*lines, GEMMA_3] if is_gemma and head.family in ("eagle", "eagle3") else lines
+    return [*lines, GEMMA_3] if is_gemma and head.family in ("eagle", "eagle3", "block") else lines
 
 
 def has_other_weights(head: HeadFolder) -> bool:

@@ -35,7 +35,7 @@ from ..layouts.foreign import MASK, ForeignFolder, Imported, architecture_of, dr
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import GgufLayout, HeadFolder, Serving, not_in_llamacpp
 from ..layouts.speculators import WINDOW_KEYS, as_speculators, serves_itself
-from ..layouts.writing import scaling_problem, write_config, write_tensors
+from ..layouts.writing import SCALE, own_embedding, scale_key, scaling_problem, write_config, write_tensors
 from . import choosers
 from .choosers import DFLASH2_KEYS
 
@@ -215,6 +215,8 @@ def require_tensors(
     if CONFIDENCE in contract.shapes and not config.get("confidence_head_with_markov"):
         contract.shapes[CONFIDENCE] = (1, hidden)
     contract.optional = {EMBEDDING: (vocab, hidden)}
+    if config.get(SCALE) and contract.shapes:
+        contract.shapes[EMBEDDING] = (vocab, hidden)
     if drafted == vocab and contract.shapes:  # a head without an output layer of its own drafts by the target's
         contract.optional[LM_HEAD] = contract.shapes.pop(LM_HEAD)
     contract.forbidden = {"mask_hidden": "vLLM takes it for P-EAGLE's", "d2t": "the draft vocabulary is the whole one"}
@@ -262,12 +264,14 @@ class BlockServing(Serving):
         }
         found = [f"{problem}: nothing written" for problem, is_there in problems.items() if is_there]
         windows = window_problems(head.config, in_sglang=self.in_sglang, to=to)
-        return [*filter(None, [scaling_problem(head)]), *found, *windows]
+        is_bare = to != "vllm" or own["lattice_layers"]  # vLLM's LiLiCorr reads candidates in the target's bare table
+        scaling = scaling_problem(head) if is_bare else ""
+        return [*filter(None, [scaling]), *found, *windows]
 
     def write(self, head: HeadFolder, folder: Path, *, to: str) -> None:
-        config = speculators_config(head) if to == "speculators" else head.config
+        config = speculators_config(head) if to == "speculators" else {**head.config, **scale_key(head)}
         write_config(folder, {**config, **head.provenance})
-        write_tensors(folder, head.tensors)
+        write_tensors(folder, head.tensors | (own_embedding(head) if to == "vllm" else {}))
 
     def recognises(self, config: dict[str, Any], stored: TensorFiles) -> bool:
         words = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()

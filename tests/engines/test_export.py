@@ -24,6 +24,8 @@ CASES = [  # but for modules, which go into a copy of a target that has such, an
     for to in engines_of(family)
     if not serving.is_module and family != "assistant" and to != "llama.cpp"
 ]
+DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
+LATTICE = {"selector_rank": 6, "selector_top_k": 4, "lattice_layers": 1}
 OPTIONS: dict[str, Any] = {"medusa": {"num_depths": 2}, "eagle3": {"draft_vocab_size": 24}}
 KEPT = "rms_norm_eps max_position_embeddings rope_theta eos_token_id bos_token_id head_dim num_key_value_heads".split()
 
@@ -245,7 +247,7 @@ def test_a_target_of_other_weights_is_said(trained, tiny_model, tmp_path):
     assert line.startswith(f"target {tmp_path / 'other'}: other weights than those that the head was trained on (")
 
 
-@pytest.mark.parametrize(("family", "is_said"), [("eagle", True), ("eagle3", True), ("medusa", False)])
+@pytest.mark.parametrize(("family", "is_said"), [("eagle", True), ("eagle3", True), ("block", True), ("medusa", False)])
 def test_what_vllm_needs_for_gemma_3_is_said(family, is_said, trained, tmp_path):
     head = export_head(trained(family), tmp_path / "out", to="vllm")
     of_gemma = replace(head, target_config={**(head.target_config or {}), "model_type": "gemma3_text"})
@@ -295,12 +297,12 @@ def scaling_target(of_another_kind):
     return of_another_kind("gemma2")
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("family", "options"), [("eagle", {}), ("eagle3", {}), ("block", DFLASH)])
 def test_of_a_target_that_scales_its_embeddings_vllm_is_given_the_scaled_table(
-    family, trained, scaling_target, tmp_path
+    family, options, trained, scaling_target, tmp_path
 ):
     """SGLang shares the bare one, so it is given no such head."""
-    run = trained(family)
+    run = trained(family, **options)
     export_head(run, tmp_path / "out", to="vllm", target=str(scaling_target))
     table = load_file(scaling_target / "model.safetensors")["model.embed_tokens.weight"]
     ours = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
@@ -328,7 +330,8 @@ def test_the_bare_table_serves_where_the_model_scales_behind_it(engine, family, 
         ("eagle3", {"norm_before_residual": True}, False, {"vllm"}),
         ("eagle3", {"sliding_window": 8}, False, {"vllm"}),
         ("eagle3", {"parallel": True, "mask_token_id": 5}, False, {"vllm"}),
-        ("block", {"markov_rank": 0, "sample_from_anchor": False, "output": "own"}, False, {"vllm"}),
+        ("block", {**DFLASH, "output": "own"}, False, {"vllm"}),
+        ("block", {**DFLASH, **LATTICE, "output": "own"}, True, set()),
         ("draft_lm", {"parallel": True, "mask_token_id": 5}, False, {"vllm"}),
     ],
 )
