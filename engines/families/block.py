@@ -41,6 +41,7 @@ from .choosers import DFLASH2_KEYS
 
 DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
 LILICORR = "LiLiCorrDraftModel"  # of which the speculators layout has none
+GEMMA4 = "Gemma4DSparkModel"  # norms on both sides, normed values that are the keys, scores that are not scaled
 ALL_DFLASH = ([DFLASH], [DFLASH2], [LILICORR])
 PLAIN = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}  # classes in the plain layout, by speculators' names
 IN_SPECULATORS = {**PLAIN, "dspark": "DSparkDraftModel"}
@@ -300,6 +301,7 @@ class BlockServing(Serving):
         architectures = config.read("architectures", list[str]) or [DFLASH]
         value_scale = nested.read("attention_value_scale", float)
         contract = Contract("block")
+        contract.report(architectures == [GEMMA4], f"architectures {GEMMA4}: layers of Gemma 4, ours are Qwen3's")
         contract.report(config.need("causal", bool), "causal: its slots see only those before them")
         contract.report(markov not in (None, "vanilla"), f"markov_head_type {markov}")
         contract.report(taps not in (None, 0, NUM_TAPS), f"conv_kernel_size: {taps}, expected {NUM_TAPS}")

@@ -268,6 +268,7 @@ def test_a_head_from_before_an_option_has_its_default(trained, on_disk, tmp_path
         ("dspark", key("mask_token_id", ...), "mask_token_id: missing"),
         ("dspark", drop("fc.weight"), "tensor fc.weight"),
         ("dspark", key("is_neox_style", False), "is_neox_style"),
+        ("dspark", key("architectures", ["Gemma4DSparkModel"]), "Gemma4DSparkModel: layers of Gemma 4, ours are Qwen3"),
         ("dflash", key("dflash_config.attention_value_scale", 0.5), "dflash_config.attention_value_scale 0.5"),
         ("dflash2", key("dflash_config.input_embedding_scale", 5.7), "input_embedding_scale 5.7: expected 1.0, as"),
         ("dflash2", key("dflash_config.output_multiplier", 0.5), "output_multiplier 0.5: expected 1.0, as"),
