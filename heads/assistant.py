@@ -109,9 +109,11 @@ def sources_of(target: Target) -> dict[str, int]:
         kind: i
         for i, (kind, layer) in enumerate(zip(types, target.layers, strict=True))
         if kind in (FULL, SLIDING) and hasattr(getattr(layer, "self_attn", None), "k_proj")
+        if hasattr(layer, "input_layernorm")
     }
     if not found or not hasattr(target.base, "rotary_emb"):
-        raise BadInput(f"target {target.name}: an assistant needs attention with keys and rotary positions to read")
+        needed = "layers with a norm before attention, keys of their own and rotary positions"
+        raise BadInput(f"target {target.name}: an assistant needs {needed}")
     return found
 
 

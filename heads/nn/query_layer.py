@@ -33,29 +33,24 @@ class TargetKeys:
         self.window: int | None = getattr(target.config, "sliding_window", None) if is_sliding else None
         self.by_kind = "full_attention" in (getattr(target.config, "rope_parameters", None) or {})
         self.query_size = 1.0  # root mean square of the layer's own queries, times the factor on its scores
-        refusal = f"target {target.name}: the keys of its layer {index} cannot be read from its input"
+        self.refusal = f"target {target.name}: the keys of its layer {index} cannot be read from its input"
         try:
+            self.head_dim: int = self.layer.self_attn.head_dim
+            self.num_heads: int = self.layer.self_attn.k_proj.weight.shape[0] // self.head_dim  # Nkv
             if target.device.type != "meta":  # shapes without weights: nothing to compute
-                self._check(refusal)
+                self._check()
         except BadInput:
             raise
         except Exception as error:  # the code of an unknown layer may raise anything
-            raise BadInput(f"{refusal}: {first_line(error)}") from error
-
-    @property
-    def head_dim(self) -> int:
-        return self.layer.self_attn.head_dim
-
-    @property
-    def num_heads(self) -> int:
-        """Nkv."""
-        return self.layer.self_attn.k_proj.weight.shape[0] // self.head_dim
+            raise BadInput(f"{self.refusal}: {first_line(error)}") from error
 
     def rotation(self, places: Tensor, *, like: Tensor) -> Rotation:
         """cos, sin [B, 1, Q, H] of the layer's rotary embedding at places [B, Q]."""
         known = places.clamp(max=self.target.num_positions - 1)  # its tables must not grow beyond
         kind = {"layer_type": self.kind} if self.by_kind else {}
         cos, sin = cast(Any, self.target.base).rotary_emb(like, known, **kind)
+        if cos.shape[-1] != self.head_dim:
+            raise BadInput(f"{self.refusal}: it rotates {cos.shape[-1]} of {self.head_dim} channels")
         return cos[:, None], sin[:, None]
 
     @torch.no_grad()
@@ -76,7 +71,7 @@ class TargetKeys:
         """[B, Q, D] what the projections read."""
         return self.layer.input_layernorm(entering.to(self.target.dtype))
 
-    def _check(self, refusal: str) -> None:
+    def _check(self) -> None:
         """Compare with what the target writes to its cache."""
         ids = torch.arange(1, KNOWN + 1, device=self.target.device)[None] % self.target.vocab_size
         places, cache = torch.arange(KNOWN, device=ids.device)[None], self.target.new_cache(KNOWN)
@@ -89,7 +84,7 @@ class TargetKeys:
             wanted = wanted[:, :, :KNOWN].float()
             error = ((got.float() - wanted).norm() / wanted.norm()).item()
             if not error < TOLERANCE:
-                raise BadInput(f"{refusal}: its {name} differ by {error:.0%}")
+                raise BadInput(f"{self.refusal}: its {name} differ by {error:.0%}")
         attention: Any = self.layer.self_attn
         queries = attention.q_proj(self._read(output.features[:, :, 0])).unflatten(-1, (-1, self.head_dim))
         queries = queries if (norm := getattr(attention, "q_norm", None)) is None else norm(queries)

@@ -79,5 +79,5 @@ def test_its_drafts_are_those_of_transformers(name, target, tmp_path):
 
 
 def test_a_target_whose_keys_are_not_made_so_has_none(tiny_target):
-    with pytest.raises(BadInput, match="an assistant needs attention with keys"):
+    with pytest.raises(BadInput, match="an assistant needs layers with a norm before attention"):
         build_head(AssistantConfig(), tiny_target("gpt_neox"))

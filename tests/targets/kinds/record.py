@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headstart.engines.families.assistant import KINDS as ASSISTED
 from headstart.engines.heads import HEADS
 from headstart.targets.weights.mtp_checkpoint import LAYOUTS
 from kind import Kind
@@ -22,7 +23,7 @@ COLUMNS = {
     "batches": ["batches", "batched trees"],
     "drafts for itself": ["draft model"],
 }
-TRAINING = {"transformers", "load", "train mtp"}  # the steps up to where an MTP module is trained
+STARTED = ("transformers", "load")  # the steps before any head is trained
 
 INTRODUCTION = """# Which models work?
 
@@ -37,8 +38,8 @@ fails where a kind does not do what the record says.
   faults, and with a fresh EAGLE-3 head, in single rows and in batches of rows of 2 to 48 tokens, 48 being three
   windows: token for token the text of transformers' `generate`.
 - *drafts for itself*: the target as its own draft model.
-- *trains*: two steps of every family; *exports*: what trained and vLLM loads passes `headstart check`. MTP modules are
-  exported where engines load them with such a target, which is not said again.
+- *trains*: two steps of every family; *exports*: what trained and vLLM loads passes `headstart check`. MTP modules and
+  assistants are exported where engines load them with such a target, which is not said again.
 
 `no` is followed by the numbers of the lines below the table that say why: *refused*, with the line that a user sees, or
 a fault, *wrong* or *crashed*. MODEL, HEAD and KIND stand for the names of folders and of the model's type. Where it is
@@ -117,11 +118,16 @@ class Record:
 
 
 def usual(kind: Kind, found: dict[str, str]) -> dict[str, str]:
-    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules with such a target.
+    """What the introduction says, as it is so for nearly all kinds: no engine loads MTP modules or an assistant with
+    such a target.
 
     Args: found: of a kind that cannot be trained so there is nothing to export."""
-    model_type, loaded = (kind.text or kind).model_type, ", ".join(LAYOUTS["deepseek_v3"].kinds)
-    if any(model_type in layout.kinds for layout in LAYOUTS.values()) or TRAINING & found.keys():
-        return {}
-    what = f"no engine loads MTP modules of layout deepseek_v3 with a {model_type} target, only with {loaded}"
-    return {"export mtp": f"refused: target MODEL: {what}; train eagle3 for this one"}
+    model_type, said = (kind.text or kind).model_type, dict[str, str]()
+    if not (any(model_type in layout.kinds for layout in LAYOUTS.values()) or {*STARTED, "train mtp"} & found.keys()):
+        loaded = ", ".join(LAYOUTS["deepseek_v3"].kinds)
+        what = f"no engine loads MTP modules of layout deepseek_v3 with a {model_type} target, only with {loaded}"
+        said["export mtp"] = f"refused: target MODEL: {what}; train eagle3 for this one"
+    if model_type not in ASSISTED and not {*STARTED, "train assistant"} & found.keys():
+        what = f"engines have assistants of Gemma 4 alone, and the target is a {model_type}"
+        said["export assistant"] = f"refused: head assistant/final: {what}"
+    return said
