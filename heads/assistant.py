@@ -138,6 +138,7 @@ class AssistantHead(OwnOutputReader):
         self.config: AssistantConfig = config
         self.reads_post_norm = True
         self.sources = [TargetKeys(target, i) for i in self.feature_layers]
+        self.window = next((source.window for source in self.sources if source.window is not None), None)
         width, inner, types = config.hidden_size, config.intermediate_size, config.layer_types
         assert width and inner and types and config.num_heads
         by_kind = {source.kind or types[0]: i for i, source in enumerate(self.sources)}
