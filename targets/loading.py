@@ -39,6 +39,8 @@ CONSENT = "HEADSTART_TRUST_REMOTE_CODE"  # environment variable: 1 permits code 
 HUB_SECONDS = 10.0  # for an answer of the hub
 GPU = Path("/dev/nvidiactl")  # there where a machine has GPUs of NVIDIA
 GATED = re.compile("access (a )?gated repo")  # in what transformers and the hub's client say
+# multimodal models that transformers would load as language models alone, in which pictures have no place
+WHOLE = ("qwen3_5", "qwen3_5_moe")
 NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache")  # keys of a config
 
 
@@ -348,7 +350,7 @@ def empty_model(target: TargetConfig, *, dtype: torch.dtype | None = None) -> An
 
 def model_class(config: Any) -> Any:
     """The class that loads a model's weights: a causal language model, or a multimodal one with such a model inside."""
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in WHOLE
     return AutoModelForCausalLM if is_causal or config.get_text_config() is config else AutoModelForImageTextToText
 
 

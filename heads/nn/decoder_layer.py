@@ -129,7 +129,7 @@ class LayerDriver:
         dropout that some families train with: what a head computes is what it drafts by."""
         layer = type(self.target.layers[self.index])(self.config, layer_idx=self.index)
         with torch.no_grad():
-            layer.apply(self.target.model._init_weights)
+            layer.apply(self.target.base._init_weights)
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 cast(Any, module).layer_idx = 0
@@ -139,7 +139,7 @@ class LayerDriver:
         """A norm of the target's kind, with its family's initial weights."""
         norm = copy.deepcopy(self.final_norm).float().requires_grad_(True)
         with torch.no_grad():
-            self.target.model._init_weights(norm)
+            self.target.base._init_weights(norm)
         return norm
 
     def __call__(

@@ -61,7 +61,10 @@ PROCESSORS: dict[str, tuple[str, str, Any]] = {
         "<|image|>",
         gemma4,
     ),
-    "qwen3_vl": (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen3VLProcessor")),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5_full", "qwen3_5_moe_full"),
+        (QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>", qwen("Qwen3VLProcessor")),
+    ),
 }
 
 

@@ -29,7 +29,8 @@ pytest.importorskip("PIL")
 pictured = pytest.importorskip("pictured")
 NUM_ROWS, NUM_NEW = 20, 16
 LAYERS = 0, 2  # the second behind one that image features are added to again (Qwen3-VL)
-KINDS = ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "gemma4_full"))]
+WITH_TORCHVISION = "qwen2_5_vl", "qwen3_vl", "qwen3_5_full", "qwen3_5_moe_full", "gemma4_full"
+KINDS = ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_TORCHVISION)]
 
 
 class World:

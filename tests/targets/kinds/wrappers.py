@@ -19,6 +19,7 @@ TOWER = {
 PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 16}
 QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14}
 SECTIONS: dict[str, Any] = {"mrope_section": [2, 3, 3]}  # of a head's frequencies: for time, height and width
+HALF = rope(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.5)  # of each head
 
 
 def ids(*names: str) -> dict[str, Any]:
@@ -84,9 +85,15 @@ WRAPPERS = {
         vision_config={**QWEN, "deepstack_visual_indexes": [0, 1]},
         **IMAGES,
     ),
-    "qwen3_5_full": wrapper("Qwen 3.5 as published", "qwen3_5", kind("", "qwen3_5_text"), vision_config=QWEN, **IMAGES),
+    "qwen3_5_full": wrapper(
+        "Qwen 3.5 as published",
+        "qwen3_5",
+        kind("", "qwen3_5_text", rope_parameters=HALF),
+        vision_config=QWEN,
+        **IMAGES,
+    ),
     "qwen3_5_moe_full": wrapper(
-        "and experts", "qwen3_5_moe", kind("", "qwen3_5_moe_text"), vision_config=QWEN, **IMAGES
+        "and experts", "qwen3_5_moe", kind("", "qwen3_5_moe_text", rope_parameters=HALF), vision_config=QWEN, **IMAGES
     ),
     "mistral3": wrapper(
         "Pixtral before Mistral",
