@@ -136,7 +136,9 @@ class ServedAdapter(ServedWeights):
         share with the target.
         """
         where, layers = Path(self.path, WEIGHTS), {}
-        modules, output = dict(model.named_modules()), model.get_output_embeddings()
+        output = model.get_output_embeddings()
+        of_text = {f"model.{name}": part for name, part in model.get_decoder().named_modules()}
+        modules = of_text | dict(model.named_modules())  # adapters of a multimodal one may be trained on its text model
         for name, (first, second) in self.tensors.items():
             layer: Any = modules.get(name)
             if not isinstance(layer, nn.Linear | Conv1D):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,13 @@ from headstart.targets.target import Target
 from headstart.targets.weights.served_adapter import ServedAdapter
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GPT2Config,
+    PreTrainedConfig,
+    Qwen3_5Config,
+)
 
 IDS = torch.arange(3, 40)[None]
 PROMPT = [1, 7, 8, 3, 22, 40]
@@ -73,13 +78,33 @@ def test_merged_logits_are_those_of_peft(saved_target, lora, config):
     assert (ours - our_logits(Target.load(saved_target))).abs().max() > 0.1, "and the adapter does something"
 
 
-def test_layers_whose_weights_lie_the_other_way_are_merged_too(tmp_path, lora):
+UNLIKE: dict[str, tuple[PreTrainedConfig, list[str]]] = {
+    "weights lie the other way": (
+        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+        ["c_attn", "c_proj"],
+    ),
+    "trained on the language model alone": (
+        Qwen3_5Config(
+            text_config={
+                **dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=8),
+                **dict(num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4),
+                **dict(linear_key_head_dim=8, linear_value_head_dim=8, bos_token_id=1, eos_token_id=2),
+            },
+            vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+        ),
+        ["q_proj", "in_proj_qkv", "down_proj"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "layers"), UNLIKE.values(), ids=UNLIKE)
+def test_adapters_of_unlike_models_are_merged_too(tmp_path, lora, config, layers):
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path / "gpt2")
-    adapter = lora(tmp_path / "gpt2", target_modules=["c_attn", "c_proj"])
-    ours, theirs = our_logits(Target.load(tmp_path / "gpt2", adapter=adapter)), peft_logits(tmp_path / "gpt2", adapter)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    kind = AutoModelForCausalLM if isinstance(config, GPT2Config) else AutoModelForImageTextToText
+    kind.from_config(config).save_pretrained(tmp_path / "target")
+    adapter = lora(tmp_path / "target", target_modules=layers)
+    target = Target.load(tmp_path / "target", adapter=adapter)
+    torch.testing.assert_close(our_logits(target), peft_logits(tmp_path / "target", adapter), rtol=1e-4, atol=1e-4)
 
 
 def test_texts_are_those_that_transformers_and_peft_write(saved_target, adapter):
