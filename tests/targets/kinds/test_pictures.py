@@ -19,10 +19,13 @@ from headstart.eval.drafters.lookup import NgramDrafter
 from headstart.eval.proof.own_forward import first_not_own
 from headstart.eval.served.questions import Questions, as_sent
 from headstart.eval.suites.prompts import DEFAULT_CHAT, load_suite
+from headstart.heads.base import DraftBatch
+from headstart.heads.drafting.drafter import Proposal
 from headstart.targets.chat.messages import for_api, normalise
 from headstart.targets.images.pictures import opened, pictures_of, with_pictures
 from headstart.targets.images.reader import reader_of
 from headstart.targets.target import Target
+from perturbing import perturbed
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 pytest.importorskip("PIL")
@@ -122,6 +125,27 @@ def test_states_of_training_are_the_model_s_own(world):
                 one.states.features[: len(prompt), index], states[layer][0], rtol=1e-4, atol=1e-4
             )
         torch.testing.assert_close(one.states.post_norm[: len(prompt)], states[-1][0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_head_drafts_behind_pictures_what_training_scores(world, monkeypatch):
+    """Logits of all depths in each round, of a head that counts positions as the target does."""
+    head, drafted = perturbed("eagle3", world.target).eval(), list[Proposal]()
+    propose = head.propose
+    monkeypatch.setattr(head, "propose", lambda *args, **how: drafted.append(propose(*args, **how)) or drafted[-1])
+    for prompt in world.prompts[:4]:
+        drafted.clear()
+        text = generate(world.target, head, prompt, max_new_tokens=6, eos_token_ids=[])
+        assert len(drafted) == len(text.rounds) - 1 > 1
+        end = len(prompt)
+        for before, draft in zip(text.rounds, drafted, strict=False):
+            end += before.num_committed[0]
+            row = [*prompt, *text.token_ids[0][: end - len(prompt)], *draft.tokens[0].tolist(), 3, 4]
+            ids, mask = torch.tensor([row]), torch.arange(len(row))[None] >= end - 1
+            batch = DraftBatch(ids, mask, head.read_target(ids, [pictures_of(prompt)]))
+            starts, scored = head.teacher_forced_logits(batch, num_depths=len(draft.logits))
+            assert starts.positions[0, 0] == end - 2
+            torch.testing.assert_close(torch.cat(draft.logits), scored[0, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("world", ["llava"], indirect=True)
