@@ -16,13 +16,14 @@ from ..heads.stored.record import PROVENANCE
 from ..targets.weights.tensor_files import INTEGERS, TensorFiles, read_tensor_files
 from .families.table import SERVINGS
 from .gguf_check import check_file
+from .layouts import fp8
 from .layouts.contracts import Contract, window_problems
 from .llamacpp import SPEC_TYPES
 from .vllm import switching_word
 
 # types of the config keys that checks read, at whatever depth, besides `Serving.key_types`; None is accepted too
 TYPES: dict[str, Any] = {
-    **dict.fromkeys(("speculators_config", "verifier", "transformer_layer_config", "text_config"), dict),
+    **dict.fromkeys(("speculators_config", "verifier", "transformer_layer_config", "text_config", fp8.KEY), dict),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys((PROVENANCE, "headstart", "head"), dict),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),
@@ -86,6 +87,8 @@ def check_folder(folder: str | Path, *, to: str = "") -> Checked:
         raise BadInput(f"{folder}: neither its config nor its tensors are those of a head that an engine serves")
     serving = SERVINGS[family]
     contract = serving.contract(folder, config, stored, to=to)
+    if contract.is_ours is None:  # the layers of a target may be stored as they like
+        fp8.require(contract, config, stored, in_fp8=serving.in_fp8, to=to)
     problems = [*stored.problems, *contract.problems]
     if serving.in_sglang:
         problems += window_problems(config, in_sglang=serving.in_sglang, to=to)
@@ -136,7 +139,7 @@ def shape_problems(contract: Contract, stored: TensorFiles) -> list[str]:
 def dtype_problems(contract: Contract, config: dict[str, Any], stored: TensorFiles) -> list[str]:
     """Weights must all have one floating-point dtype, the one in config.json; maps of a vocabulary integers."""
     dtypes, mapping = stored.dtypes, {"d2t": INTEGERS, "t2d": ("BOOL",)}
-    mapping |= dict.fromkeys(contract.integers, INTEGERS)
+    mapping |= contract.dtypes
     wrong = [name for name, allowed in mapping.items() if name in dtypes and dtypes[name] not in allowed]
     problems = [f"tensor {name}: of dtype {dtypes[name]}, expected {mapping[name][0]}" for name in wrong]
     if contract.is_ours is not None:  # a target's checkpoint may mix dtypes as it likes
@@ -145,8 +148,8 @@ def dtype_problems(contract: Contract, config: dict[str, Any], stored: TensorFil
     odd = sorted(name for name, dtype in weights.items() if dtype not in TORCH_NAMES)
     if odd:
         problems.append(f"tensor {odd[0]}: of dtype {weights[odd[0]]}, expected floating point of 16 or 32 bits")
-    elif config.get("quantization_config"):
-        problems.append("quantization_config: but the weights are not quantised; engines would misread them")
+    elif config.get(fp8.KEY) and fp8.STORED not in dtypes.values():
+        problems.append(f"{fp8.KEY}: but the weights are not quantised; engines would misread them")
     kinds = sorted({TORCH_NAMES[dtype] for dtype in weights.values() if dtype in TORCH_NAMES})
     if len(kinds) > 1:
         problems.append(f"weights are of several dtypes: {', '.join(kinds)}")

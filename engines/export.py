@@ -16,6 +16,7 @@ from ..targets.caches.ring_cache import DraftWindow
 from ..targets.loading import TargetConfig, read_model_config, torch_dtype
 from ..targets.weights.stored import fingerprint_of_stored, stored_tensors
 from .families.table import SERVINGS
+from .layouts import fp8
 from .layouts.serving import EngineSupport, HeadFolder
 from .llamacpp import LLAMACPP, Conversion, check_servable
 from .sglang import SGLANG, window_flags
@@ -87,6 +88,13 @@ def check_windowed(method: str, own: dict[str, Any], window: str, *, to: str) ->
     return wanted
 
 
+def in_fp8(head: HeadFolder, *, to: str) -> HeadFolder:
+    """A head with its layers' matrices in FP8, the rest in its dtype. Raises BadInput where no engine reads it so."""
+    if head.serving is None or to != "vllm" or not fp8.is_read_in_fp8(head.config, head.serving.in_fp8):
+        raise BadInput(f"--dtype {fp8.FP8}: {fp8.ONLY}")
+    return replace(head, config={**head.config, fp8.KEY: fp8.CONFIG}, tensors=fp8.quantised(head.tensors))
+
+
 def usable(dtype: str | None) -> str:
     """The dtype if drafts are served in it, else `auto`, which means as stored."""
     return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
@@ -129,7 +137,7 @@ def export_head(
         source: a run or head folder.
         to: of ENGINES or LAYOUTS.
         target: folder or hub id, if it has moved since the head was trained.
-        dtype: as in `read_folder`; it must be given where the target is not available.
+        dtype: as in `read_folder`; it must be given where the target is not available. Or `fp8`, see `in_fp8`.
         conversion: to GGUF, for llama.cpp.
         window: see `windowed`.
     Raises: BadInput if the engine cannot load the family or this head, the output exists, its path contains a word that
@@ -138,13 +146,15 @@ def export_head(
     check_to(to)
     if Path(output).exists():
         raise BadInput(f"{output}: exists already")
-    head = read_folder(source, target=target, dtype=dtype)
-    head = windowed(head, window, to=to)
+    is_fp8 = dtype == fp8.FP8
+    dtype = None if is_fp8 else dtype
+    head = windowed(read_folder(source, target=target, dtype=dtype), window, to=to)
     serving, known = head.serving, engines_of(head.family)
     if serving is None or not known:
         raise BadInput(f"head {source}: no serving engine loads {head.family} heads; headstart eval decodes with it")
     if to not in known:
         raise BadInput(f"head {source}: {to} loads no {head.family} heads; expected --to {' or '.join(known)}")
+    head = in_fp8(head, to=to) if is_fp8 else head
     conversion = conversion or Conversion()
     if to == "llama.cpp":
         check_servable(head, conversion)
@@ -197,5 +207,6 @@ def serve_commands(head: HeadFolder, output: str, *, to: str, target: str | None
         for name, engine in ENGINES.items()
         if serving and engine.command and head.method in engine.names
         if serving.layout(written_for(to)) in engine.layouts and not serving.refusals(head, to=written_for(name))
+        if name == "vllm" or fp8.KEY not in head.config
     }
     return {name: tell(head, output, target=target, to=to) for name, tell in loading.items()}

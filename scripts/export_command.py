@@ -19,7 +19,7 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     to: Annotated[str, typer.Option(help="vllm, sglang, speculators, hf or llama.cpp.")],
     target: Annotated[str, typer.Option(help="The target's folder or hub id; default: where it was in training.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the target's.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or fp8 (vllm); default: the target's.")] = "",
     llama_cpp: Annotated[
         Path | None, typer.Option(envvar="LLAMA_CPP", help="A checkout of llama.cpp, whose converter makes the files.")
     ] = None,

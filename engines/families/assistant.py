@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...base.errors import BadInput
-from ...targets.weights.tensor_files import TensorFiles
+from ...targets.weights.tensor_files import INTEGERS, TensorFiles
 from ..layouts.contracts import FULL, Contract, sizes_of
 from ..layouts.foreign import ForeignFolder, Imported
 from ..layouts.gguf_file import GgufFile
@@ -102,7 +102,7 @@ class AssistantServing(Serving):
             num = (groups or {}).get("num_centroids", 1)
             contract.report(vocab % num, f"num_centroids: {num} does not divide the {vocab} tokens")
             contract.shapes |= {"masked_embedding.centroids.weight": (num, width), GROUPS: (vocab,)}
-            contract.integers = [GROUPS]
+            contract.dtypes[GROUPS] = INTEGERS
             if stored.shapes.get(GROUPS) == (vocab,):
                 is_split = torch.equal(stored.read(GROUPS).sort().values.long(), torch.arange(vocab))
                 contract.report(not is_split, f"tensor {GROUPS}: expected each of the {vocab} tokens once")

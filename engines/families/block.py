@@ -241,6 +241,7 @@ class BlockServing(Serving):
         "num_layers architecture sliding_window output sample_from_anchor markov_rank confidence "
         "mask_token_id selector_top_k lattice_layers lattice_size lattice_heads lattice_mlp_ratio lattice_scale".split()
     )
+    in_fp8 = DFLASH
     in_sglang = "SGLang lets a slot see earlier slots only"
     gguf = {"dflash": GgufLayout(IN_GGUF, nested="dflash_config", has_mask=True, problems=gguf_problems)}
 

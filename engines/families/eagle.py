@@ -30,6 +30,7 @@ BIAS = "fc.bias"
 
 class EagleServing(Serving):
     key_types = {"eagle_config": dict}
+    in_fp8 = "LlamaForCausalLMEagle"
     computes = ("num_layers", "bias", "architecture")
 
     def refusals(self, head: HeadFolder, *, to: str) -> list[str]:

@@ -156,6 +156,7 @@ class Eagle3Serving(Serving):
     keeps_vocabulary = True
     key_types = {"eagle_config": dict}
     computes = ("num_layers", *OPTIONS, "architecture", "sliding_window", "parallel", "mask_token_id")
+    in_fp8 = "LlamaForCausalLMEagle3"
     in_sglang = "SGLang drafts over all positions"
     gguf = {"eagle3": GgufLayout(IN_GGUF)}
 

@@ -29,9 +29,9 @@ PORTABLE_OPTIONS = {"attention_bias": False, "mlp_bias": False, "tie_word_embedd
 @dataclass
 class Contract:
     """What a folder must hold. shapes: of required tensors. optional: of those that may be there. forbidden: tensor
-    names with the reason. equal: pairs of tensors with the same values. zero: tensors of zeros. integers: those that
-    number tokens. problems: those found
-    in the config. is_ours: which tensors of a checkpoint that holds more are the head's; None: all."""
+    names with the reason. equal: pairs of tensors with the same values. zero: tensors of zeros. dtypes: what
+    tensors have instead of the head's own, by safetensors' names. problems: those found in the config. is_ours: which
+    tensors of a checkpoint that holds more are the head's; None: all."""
 
     layout: str
     shapes: Shapes = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Contract:
     forbidden: dict[str, str] = field(default_factory=dict)
     equal: list[tuple[str, str]] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
-    integers: list[str] = field(default_factory=list)
+    dtypes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     is_ours: Callable[[str], bool] | None = None
 

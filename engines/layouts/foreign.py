@@ -18,6 +18,7 @@ from ...heads.nn.layers import PARTIAL, llama_config
 from ...heads.stored.record import read_config
 from ...targets.target import Target
 from ...targets.weights.tensor_files import TensorFiles, read_tensor_files
+from .fp8 import dequantised
 
 Tensors = dict[str, Tensor]
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
@@ -40,7 +41,7 @@ class ForeignFolder:
     fresh: Callable[[Mapping[str, Any]], Tensors]  # the tensors of a new head of the family with these config keys
 
     def tensors(self) -> Tensors:
-        return {name: self.stored.read(name) for name in self.stored.files}
+        return dequantised({name: self.stored.read(name) for name in self.stored.files})
 
     def bare_tensors(self, *without: str) -> Tensors:
         """By names without the prefix of some layouts; not those that ours compute, nor the tables that are named,

@@ -124,6 +124,7 @@ class Serving:
     # starts from a folder must go on with the same. `feature_layers` and `draft_vocab_size` are of every family
     computes: tuple[str, ...] = ()
     in_sglang: str = ""  # what SGLang does where a head has a sliding window; empty: the family has none
+    in_fp8: str = ""  # the class of an exported head that vLLM reads in FP8 too; empty: the family has none
     gguf: Mapping[str, GgufLayout] = {}  # by general.architecture
 
     def refusals(self, head: HeadFolder, *, to: str) -> list[str]:

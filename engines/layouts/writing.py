@@ -67,7 +67,7 @@ def table_rows(head: HeadFolder, names: Sequence[str]) -> Tensor:
         raise BadInput(f"target {head.target}: no tensor {names[0]} in it")
     with safe_open(where[table].file, framework="pt") as opened:
         rows = opened.get_tensor(table)
-    return rows.to(next(value.dtype for value in head.tensors.values() if value.is_floating_point()))
+    return rows.to(getattr(torch, head.config["dtype"]))
 
 
 def scale_key(head: HeadFolder) -> dict[str, float]:

@@ -45,13 +45,13 @@ def sound(on_disk: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable
     """sound("eagle3", "vllm", **options): the folder of such a head's export, made once; of no engine: its own."""
     made: dict[str, Path] = {}
 
-    def make(family: str, to: str, **options: Any) -> Path:
-        what = json.dumps([family, to, options])
+    def make(family: str, to: str, *, dtype: str | None = None, **options: Any) -> Path:
+        what = json.dumps([family, to, dtype, options])
         if what not in made:
             folder = tmp_path_factory.mktemp("made")
             save_head(head_on(on_disk, family, **options), folder / "run")
             if to:
-                export_head(folder / "run", folder / "out", to=to)
+                export_head(folder / "run", folder / "out", to=to, dtype=dtype)
             made[what] = folder / ("out" if to else "run")
         return made[what]
 

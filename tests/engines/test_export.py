@@ -12,7 +12,8 @@ from headstart.base.errors import BadInput
 from headstart.engines.check import check_export, check_folder
 from headstart.engines.export import ENGINES, GEMMA_3, LAYOUTS, engines_of, export_head, notes, serve_commands
 from headstart.engines.families.table import SERVINGS
-from headstart.engines.heads import HEADS, build_head, head_class, save_head
+from headstart.engines.heads import HEADS, build_head, head_class, load_head, save_head
+from headstart.engines.layouts.fp8 import ONLY
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.medusa import MedusaConfig
 from headstart.targets.target import Target
@@ -191,6 +192,35 @@ def test_weights_take_the_targets_dtype_or_the_one_asked_for(trained, saved_targ
         assert tensors["fc.weight"].dtype == wanted and tensors["d2t"].dtype == torch.int64
         assert config["torch_dtype"] == config["dtype"] == str(wanted).removeprefix("torch.")
         assert check_folder(out).problems == []
+
+
+DFLASH = {"sample_from_anchor": False, "markov_rank": 0}
+
+
+@pytest.mark.parametrize(("family", "options"), [("eagle", {}), ("eagle3", {"num_layers": 2}), ("block", DFLASH)])
+def test_layers_in_fp8_are_the_heads_own_up_to_rounding(trained, tmp_path, on_disk, family, options):
+    run, out = trained(family, **options), tmp_path / "out"
+    head = export_head(run, out, to="vllm", dtype="fp8")
+    assert check_folder(out).problems == [] and list(serve_commands(head, str(out), to="vllm")) == ["vllm"]
+    assert check_folder(out, to="sglang").problems == [f"quantization_config: {ONLY}"]
+    stored, found = read(out)[1], load_head(out, on_disk).state_dict()
+    for name, value in load_head(run / "final", on_disk).state_dict().items():
+        if name.endswith("_proj.weight"):
+            assert stored[name].dtype == torch.float8_e4m3fn
+            largest = value.abs().amax(1, keepdim=True)  # 448: numbers of 3 bits behind the first, down to 2 ** -6
+            assert ((found[name] - value).abs() <= value.abs() / 16 + largest * 2**-18).all()
+        else:
+            assert torch.equal(found[name], value)
+
+
+OTHERS = [("medusa", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("block", "vllm")]  # a DSpark
+
+
+@pytest.mark.parametrize(("family", "to"), OTHERS)
+def test_fp8_that_no_engine_was_seen_to_read_is_refused(trained, tmp_path, family, to):
+    with pytest.raises(BadInput, match="--dtype fp8: only vLLM was seen to read FP8, of EAGLE-3, EAGLE-1 and DFlash"):
+        export_head(trained(family), tmp_path / "out", to=to, dtype="fp8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_is_found_from_another_folder(saved_target, tmp_path, monkeypatch):

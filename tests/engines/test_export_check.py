@@ -19,6 +19,7 @@ KINDS = {
     "eagle": ("eagle", "vllm", {}),
     "eagle3": ("eagle3", "vllm", EAGLE3),
     "deep": ("eagle3", "vllm", {**EAGLE3, "num_layers": 2}),
+    "fp8": ("eagle3", "vllm", {**EAGLE3, "dtype": "fp8"}),
     "speculators": ("eagle3", "speculators", EAGLE3),
     "medusa": ("medusa", "vllm", MEDUSA),
     "published": ("medusa", "", MEDUSA),  # our own folders have its names
@@ -112,6 +113,10 @@ FAULTS = {
     "another model": ("draft_lm", key("architectures", ["Qwen2ForCausalLM"]), "expected .'LlamaForCausalLM'."),
     "unknown model": ("draft_lm", key("model_type", "llamas"), "transformers makes no model of it"),
     "said to be quantised": ("draft_lm", key("quantization_config", {"quant_method": "fp8"}), "weights are not quant"),
+    "no scale": ("fp8", drop(f"{O_PROJ}_scale"), rf"tensor {O_PROJ}_scale: missing, expected \[32, 1\]"),
+    "one matrix not in FP8": ("fp8", put(O_PROJ, lambda x: x.bfloat16()), "of dtype BF16, expected F8_E4M3"),
+    "FP8 that is not said": ("fp8", key("quantization_config", ...), "of dtype F8_E4M3, expected floating point"),
+    "FP8 of an output layer": ("fp8", key("quantization_config.ignore", []), "quantization_config.ignore: expected"),
 }
 
 
