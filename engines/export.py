@@ -137,7 +137,8 @@ def export_head(
         source: a run or head folder.
         to: of ENGINES or LAYOUTS.
         target: folder or hub id, if it has moved since the head was trained.
-        dtype: as in `read_folder`; it must be given where the target is not available. Or `fp8`, see `in_fp8`.
+        dtype: as in `read_folder`; it must be given where the target is not available. Or `fp8`: of
+            the layers' matrices, the rest in the target's; for vLLM.
         conversion: to GGUF, for llama.cpp.
         window: see `windowed`.
     Raises: BadInput if the engine cannot load the family or this head, the output exists, its path contains a word that

@@ -174,15 +174,16 @@ def as_ids(target: Target, texts: list[str]) -> list[list[int]]:
     return [target.tokenizer.apply_chat_template(chat, **how)["input_ids"] for chat in chats]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_vllm_accepts_as_many_drafts_of_a_real_target_as_we_do(
     dtype: str, python: str, smollm2: Trained, figures: list, tmp_path: Path
 ) -> None:
     folder, run, prompts = smollm2
-    target = Target.load(folder, dtype=dtype)
-    head, num_draft = load_head(run, target), 3
+    of_target = "bfloat16" if dtype == "fp8" else dtype
+    target = Target.load(folder, dtype=of_target)
     export_head(run, tmp_path / "head", to="vllm", target=str(folder), dtype=dtype)
-    job = {"smollm2": job_of(folder, prompts, dtype=dtype, length=ORDER_LENGTH)}
+    head, num_draft = load_head(tmp_path / "head", target), 3
+    job = {"smollm2": job_of(folder, prompts, dtype=of_target, length=ORDER_LENGTH)}
     job["smollm2"]["heads"]["head"] = speculation(tmp_path / "head", {}, "eagle3", num_draft)
     theirs = asked_vllm(python, job, tmp_path)["head"]
     assert "error" not in theirs, theirs["error"]
