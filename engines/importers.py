@@ -51,7 +51,7 @@ def imported_start(folder: str | Path, config: HeadConfig, target: Target) -> Im
         given, imported = read_imported(folder, target, is_its_target=False)
     if given.type != config.type:
         raise BadInput(f"head {folder}: is of type {given.type}, not {config.type}")
-    theirs, ours = given.as_dict(), config.resolved(target).as_dict()
+    theirs, ours = (one.resolved(target).as_dict() for one in (given, config))
     computes = ("feature_layers", "draft_vocab_size", *SERVINGS[config.type].computes)
     differing = {key: theirs[key] for key in computes if theirs[key] != ours[key]}
     their_size, our_size = differing.get("draft_vocab_size"), ours.get("draft_vocab_size")

@@ -15,6 +15,7 @@ ALGORITHMS = {
     "dspark": "DSPARK",
 }
 WINDOWED = {"eagle": True, "mtp": True, "eagle3": False, "dflash": False}  # drafts with a window; with a sink too
+CHAINS = ("assistant",)  # of these heads it drafts no trees
 IN_TARGET = ("mtp",)  # it finds these heads in the target's folder
 CORPUS, FROM_CORPUS = "corpus.jsonl", 4  # answers that it looks up; drafts of a round that come from them
 IN_BLOCKS = ("dflash", "dspark")  # these are told the number of verified tokens alone

@@ -2,9 +2,9 @@
 
 At depth k the head reads the embedding of x_{t+1+k} beside a state, the target's after its final norm at t and then its
 own output, through one projection into its width. Its queries, all at position t + 1, attend to keys and values of the
-target at positions <= t: of the target's last layer of each kind that has its own. So it has no cache: whatever the
-context, nothing is computed or stored for it twice. One output goes into an output layer of its own width, another
-back into the next step, in the target's width.
+target at positions <= t: of the target's last layer of each kind that has its own. Engines store nothing for it; ours
+computes these keys again from the states that enter the layers, and keeps those of the one or two. One output goes into
+an output layer of its own width, another back into the next step, in the target's width.
 
 Source: transformers' Gemma4AssistantForCausalLM and its candidate generator. Engines differ from it at two edges: vLLM
 0.32 and SGLang rotate the queries to position t; of a sliding window of W tokens it sees W + 1 keys, vLLM W and
@@ -12,7 +12,7 @@ llama.cpp W - 1. Any target whose keys our layers can read from its states may h
 alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -193,6 +193,11 @@ class AssistantHead(OwnOutputReader):
 
     # training
 
+    def begin_training(self, batches: Iterable[DraftBatch], *, fits: bool = True) -> str | None:
+        if self.masked_embedding is not None:
+            raise BadInput("head.num_centroids: groups of tokens are an imported head's; a fresh one has none")
+        return super().begin_training(batches, fits=fits)
+
     @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> None:
         """Fit the two projections to the target's next state, as well as so few channels can, and the output layer to
@@ -217,18 +222,19 @@ class AssistantHead(OwnOutputReader):
 
     def kept_bytes(self, num_chains: int, *, itemsize: int, num_depths: int) -> int:
         width, inner = self.lm_head.in_features, cast(int, self.config.intermediate_size)
-        return num_chains * num_depths * len(self.layers) * (16 * width + 4 * inner) * itemsize
+        mixed = sum(layer.self_attn.q_proj.out_features for layer in self.query_layers)
+        return num_chains * num_depths * (len(self.layers) * (16 * width + 4 * inner) + 4 * mixed) * itemsize
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:
         ids, hidden = batch.input_ids, starts.take(self.features(batch.output))  # [B, S, D]
         places, entering = starts.take(batch.places) + AHEAD, batch.output.features.unbind(2)
         known = [source(x, batch.places) for source, x in zip(self.sources, entering, strict=True)]
-        pairs = [(keys.to(hidden.dtype), values.to(hidden.dtype)) for keys, values in known]
         rotations = [source.rotation(places, like=hidden) for source in self.sources]
         sights = [batch.sight(starts, window=self.num_seen(source)) for source in self.sources]
 
         def attend(queries: Tensor, i: int) -> Tensor:
-            return attend_chains(queries, *pairs[i], sights[i], scale=1.0).transpose(1, 2)
+            keys, values = (part.to(queries.dtype) for part in known[i])
+            return attend_chains(queries, keys, values, sights[i], scale=1.0).transpose(1, 2)
 
         run = self.runner(starts, like=hidden)
         for depth in range(starts.num_depths):

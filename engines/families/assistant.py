@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ...base.errors import BadInput
+from ...base.typed import TypedKeys
 from ...targets.weights.tensor_files import INTEGERS, TensorFiles
 from ..layouts.contracts import FULL, Contract, sizes_of
-from ..layouts.foreign import ForeignFolder, Imported
+from ..layouts.foreign import ForeignFolder, Imported, same
 from ..layouts.gguf_file import GgufFile
 from ..layouts.serving import HeadFolder, Serving
 from ..layouts.writing import target_folder, write_config, write_tensors
@@ -35,15 +36,17 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class AssistantServing(Serving):
-    is_whole_model = True
+    is_whole_model, targets = True, KINDS
     key_types = {"backbone_hidden_size": int, "num_centroids": int, "centroid_intermediate_top_k": int}
-    computes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "layer_types", "num_centroids")
+    computes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "layer_types")
+    computes += ("num_centroids", "num_chosen")
 
     def refusals(self, head: HeadFolder, *, to: str) -> list[str]:
-        kind, cut = (head.target_config or {}).get("model_type"), head.own["draft_vocab_size"]
-        problems = (
-            [f"engines have assistants of Gemma 4 alone, and the target is a {kind}"] if kind not in KINDS else []
-        )
+        why = "engines have assistants of Gemma 4 alone, and the target is"
+        if head.target_config is None:
+            return [f"{why} not there: name it with --target"]
+        kind, cut = head.target_config.get("model_type"), head.own["draft_vocab_size"]
+        problems = [f"{why} a {kind}"] if kind not in KINDS else []
         if head.own["layer_types"][-1] != FULL:
             problems.append(f"layer_types: {head.own['layer_types'][-1]} last: transformers makes it {FULL}")
         if cut is not None:
@@ -68,8 +71,13 @@ class AssistantServing(Serving):
         sizes, backbone = sizes_of(text, contract, *own), sizes_of(config, contract, "backbone_hidden_size")
         kinds = text.get("layer_types") or []
         contract.report(str(config.get("model_type")).find("assistant") < 0, f"model_type: expected {MODEL_TYPE}")
-        contract.want(text, "num_kv_shared_layers", text.get("num_hidden_layers"), "all layers read the target's keys")
-        contract.want(text, "hidden_size_per_layer_input", 0, "transformers refuses another one")
+        shared, every = text.get("num_kv_shared_layers"), text.get("num_hidden_layers")
+        is_whole = shared in (None, 0, every)  # transformers fills it in
+        contract.report(not is_whole, f"num_kv_shared_layers: {shared}, expected all {every}")
+        for key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+            contract.want(text, key, 0, "transformers refuses another one")
+        for key in ("enable_moe_block", "use_double_wide_mlp"):
+            contract.report(text.get(key), f"{key}: transformers refuses it in an assistant")
         contract.report(text.get("attention_bias"), "attention_bias: expected none")
         if sizes is None or backbone is None:
             return contract
@@ -113,8 +121,7 @@ class AssistantServing(Serving):
         size, wanted = config.need("backbone_hidden_size", int), folder.target.hidden_size
         if size != wanted:
             raise BadInput(f"backbone_hidden_size {size}: {folder.target.name} has {wanted}")
-        if text.read("attention_bias", bool):
-            raise BadInput(f"{text.where}attention_bias: expected none")
+        refuse_unlike(text, folder.target.config)
         keys = {
             "num_layers": text.need("num_hidden_layers", int),
             "hidden_size": text.need("hidden_size", int),
@@ -126,8 +133,9 @@ class AssistantServing(Serving):
             keys["num_centroids"] = config.need("num_centroids", int)
             keys["num_chosen"] = config.need("centroid_intermediate_top_k", int)
         stored = folder.tensors()
-        tied = stored.pop("lm_head.weight", None)
-        table = stored.pop(TABLE, tied)
+        tables = stored.pop("lm_head.weight", None), stored.pop(TABLE, None)
+        is_tied = config.read("tie_word_embeddings", bool) is not False
+        table = next((one for one in (tables[::-1] if is_tied else tables) if one is not None), None)
         if table is None:
             raise BadInput(f"tensor {TABLE}: missing")
         tensors = {name.removeprefix("model."): value for name, value in stored.items()}
@@ -147,6 +155,20 @@ class AssistantServing(Serving):
         text = text_of(config)
         same = text.get("hidden_size") == config.get("backbone_hidden_size")
         return [f"hidden_size {text.get('hidden_size')}: must differ from the target's"] if same else []
+
+
+def refuse_unlike(text: TypedKeys, target: Any) -> None:
+    """Raises BadInput where layers compute otherwise than ours, which take from the target what they share with it."""
+    if text.read("attention_bias", bool):
+        raise BadInput(f"{text.where}attention_bias: expected none")
+    if (name := text.read("hidden_activation", str)) not in (None, "gelu_pytorch_tanh"):
+        raise BadInput(f"{text.where}hidden_activation {name}: expected gelu_pytorch_tanh")
+    if text.need("layer_types", list[str])[-1:] != [FULL]:
+        raise BadInput(f"{text.where}layer_types: expected {FULL} last, which transformers makes it")
+    for key in ("sliding_window", "rms_norm_eps", "rope_parameters"):
+        given, theirs = text.values.get(key), getattr(target, key, None)
+        if given is not None and not same(given, theirs):
+            raise BadInput(f"{text.where}{key} {given}: the target has {theirs}")
 
 
 def full_head_dim(text: Mapping[str, Any]) -> int:

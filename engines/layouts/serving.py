@@ -117,6 +117,7 @@ class Serving:
     methods: tuple[str, ...] = ()  # its ways of drafting, where they are several; empty: one, named as the family
     layouts: tuple[str, ...] = ()  # what is written besides folders for an engine: "speculators", "hf"
     keeps_vocabulary: bool = False  # whether engines read a cut draft vocabulary; from other heads they draft the whole
+    targets: tuple[str, ...] = ()  # kinds of text model (model_type) that engines load it with; empty: any
     is_module: bool = False  # whether heads become part of the target's checkpoint
     is_whole_model: bool = False  # whether the folder has embedding and output layer of its own, as any model's
     key_types: Mapping[str, Any] = {}  # of keys of config.json that the contract reads

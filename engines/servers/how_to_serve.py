@@ -71,7 +71,9 @@ def serving_a_head(
             continue
         if command and not target.endswith(".gguf"):
             return [f"{export} {engine}", *command]
-    return [f"{export} llama.cpp"] if "llama.cpp" in engines_of(folder.family) and not window else []
+    has_last = "llama.cpp" in engines_of(folder.family) and not window
+    is_refused = folder.serving is None or folder.serving.refusals(folder, to="llama.cpp")
+    return [f"{export} llama.cpp"] if has_last and not is_refused else []
 
 
 def commands_of_engine(engine: str, head: HeadFolder, exported: str, num_draft_tokens: int | None) -> list[str]:

@@ -78,7 +78,8 @@ def for_sglang(cells: Sequence[Cell], head: DraftHead | None) -> str | None:
 
     Of chains and dynamic trees, which it drafts. None if it does not draft so, or nothing helps.
     """
-    best = best_for_all(cells, lambda setting: isinstance(setting.tree, DynamicTree) or is_fixed_chain(setting))
+    has_trees = head is not None and head.method not in sglang.CHAINS
+    best = best_for_all(cells, lambda one: (has_trees and isinstance(one.tree, DynamicTree)) or is_fixed_chain(one))
     if best is None or head is None:
         return None
     top_k, num_nodes = (best.tree.top_k, best.tree.num_nodes) if isinstance(best.tree, DynamicTree) else (1, 0)

@@ -26,7 +26,6 @@ class TargetKeys:
     def __init__(self, target: Target, index: int):
         """Args: index: of the layer, HF's. Raises BadInput if these are not the layer's keys and values."""
         self.target, self.index = target, index
-        self.layer: Any = target.layers[index]
         self.kind = (target.layer_types or [""] * target.num_layers)[index]
         is_sliding = self.kind == "sliding_attention" or not target.layer_types
         # in tokens, a query's own position among them; None: no limit
@@ -35,14 +34,20 @@ class TargetKeys:
         self.query_size = 1.0  # root mean square of the layer's own queries, times the factor on its scores
         self.refusal = f"target {target.name}: the keys of its layer {index} cannot be read from its input"
         try:
-            self.head_dim: int = self.layer.self_attn.head_dim
-            self.num_heads: int = self.layer.self_attn.k_proj.weight.shape[0] // self.head_dim  # Nkv
+            attention = self.layer.self_attn
+            self.head_dim: int = attention.head_dim
+            self.num_heads: int = attention.k_proj.out_features // self.head_dim  # Nkv
             if target.device.type != "meta":  # shapes without weights: nothing to compute
                 self._check()
         except BadInput:
             raise
         except Exception as error:  # the code of an unknown layer may raise anything
             raise BadInput(f"{self.refusal}: {first_line(error)}") from error
+
+    @property
+    def layer(self) -> Any:
+        """The target's own, so that a copy of a head has none of it."""
+        return self.target.layers[self.index]
 
     def rotation(self, places: Tensor, *, like: Tensor) -> Rotation:
         """cos, sin [B, 1, Q, H] of the layer's rotary embedding at places [B, Q]."""
@@ -51,11 +56,11 @@ class TargetKeys:
         cos, sin = cast(Any, self.target.base).rotary_emb(like, known, **kind)
         if cos.shape[-1] != self.head_dim:
             raise BadInput(f"{self.refusal}: it rotates {cos.shape[-1]} of {self.head_dim} channels")
-        return cos[:, None], sin[:, None]
+        return cos[:, None].to(like.device), sin[:, None].to(like.device)
 
     @torch.no_grad()
     def __call__(self, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of [B, Nkv, Q, H], from the states [B, Q, D] that enter the layer at places [B, Q]."""
+        """Two of [B, Nkv, Q, H], from the states [B, Q, D] that enter the layer at places [B, Q], on their device."""
         attention, read = self.layer.self_attn, self._read(entering)
         keys = attention.k_proj(read).unflatten(-1, (-1, self.head_dim))  # [B, Q, Nkv, H]
         own = getattr(attention, "v_proj", None)  # large Gemma 4 targets take the projected keys
@@ -65,11 +70,12 @@ class TargetKeys:
             for x, name in ((keys, "k_norm"), (values, "v_norm"))
         )
         keys = rotate(keys.transpose(1, 2), self.rotation(places, like=read))
-        return keys, values.transpose(1, 2)
+        return keys.to(entering.device), values.transpose(1, 2).to(entering.device)
 
     def _read(self, entering: Tensor) -> Tensor:
         """[B, Q, D] what the projections read."""
-        return self.layer.input_layernorm(entering.to(self.target.dtype))
+        norm = self.layer.input_layernorm
+        return norm(entering.to(norm.weight.device, self.target.dtype))
 
     def _check(self) -> None:
         """Compare with what the target writes to its cache."""
@@ -81,7 +87,7 @@ class TargetKeys:
         for name, got, wanted in zip(
             ("keys", "values"), self(output.features[:, :, 0], places), (layer.keys, layer.values), strict=True
         ):
-            wanted = wanted[:, :, :KNOWN].float()
+            wanted = wanted[:, :, :KNOWN].float().to(got.device)
             error = ((got.float() - wanted).norm() / wanted.norm()).item()
             if not error < TOLERANCE:
                 raise BadInput(f"{self.refusal}: its {name} differ by {error:.0%}")
@@ -104,7 +110,8 @@ class QueryAttention(nn.Module):
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """[B, Q, d] -> [B, N, Q, H]."""
         heads = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        return rotate(self.q_norm(heads).transpose(1, 2), rotation)
+        cos, sin = (part.to(heads.dtype) for part in rotation)  # autocast may have 16 bits
+        return rotate(self.q_norm(heads).transpose(1, 2), (cos, sin))
 
 
 class GeluMLP(nn.Module):

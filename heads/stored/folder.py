@@ -61,7 +61,10 @@ def save_head(
     state = dict(merged_state(head))
     if confidence is not None:
         state = head.calibrated(state, confidence)
-    tensors = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() for name, value in state.items()}
+    tensors = {
+        name: value.detach().to((dtype if value.is_floating_point() else None) or value.dtype).cpu().contiguous()
+        for name, value in state.items()
+    }
     if head.vocabulary is not None:
         to_target = head.vocabulary.to_target.cpu()
         tensors["d2t"] = to_target - torch.arange(len(to_target))

@@ -80,11 +80,14 @@ def read_candidate(name: str, path: str) -> Candidate:
 
 
 def is_served(candidate: Candidate, engine: str, target: str) -> bool:
-    """Whether the engine can load heads of the candidate's family, with that target if they become part of it."""
+    """Whether the engine can load heads of the candidate's family, with that target if they are of some alone. Ours
+    loads all, of which those are left that some engine does."""
+    serving, config = SERVINGS.get(candidate.head.type), read_model_config(TargetConfig(path=target))
+    if serving and serving.targets and config.get_text_config().model_type not in serving.targets:
+        return False
     if engine == OURS:
         return True
-    # of the whole target: beside a text model inside another, engines seldom load modules
-    kind = read_model_config(TargetConfig(path=target)).model_type
+    kind = config.model_type  # of the whole target: beside a text model inside another, engines seldom load modules
     is_module = hasattr(candidate.head, "layout")  # of the target's checkpoint
     is_loaded = not is_module or module_layout(target, kind) is not None
     return engine in engines_of(candidate.head.type) and is_loaded

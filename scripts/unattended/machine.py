@@ -189,7 +189,8 @@ def measure_candidate(
     run.check_stop()
     name, engine, window = candidate.name, run.settings.engine.name, run.settings.draft_window
     if not is_served(candidate, engine, target.name):
-        return Measured(name, out=f"{engine} does not load heads of this family with this target")
+        loading = "no engine loads" if engine == OURS else f"{engine} does not load"
+        return Measured(name, out=f"{loading} heads of this family with this target")
     if isinstance(target, ServedTarget) and candidate.head.reads_layers:
         return Measured(name, out="it reads the target's layers, which are in the server")
     try:

@@ -10,13 +10,14 @@ import torch
 from headstart.base.errors import BadInput
 from headstart.engines.check import check_export
 from headstart.engines.export import export_head
-from headstart.engines.heads import build_head, load_head, save_head
+from headstart.engines.heads import build_head, load_head, save_head, start_head
 from headstart.eval.decoding import generate
 from headstart.heads.assistant import AssistantConfig, AssistantHead
 from headstart.heads.drafting.drafter import Reading
 from headstart.heads.stored.record import PROVENANCE
 from headstart.targets.target import Target
 from perturbing import perturb
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "targets" / "kinds"))
@@ -68,14 +69,63 @@ def test_its_drafts_are_those_of_transformers(name, target, tmp_path):
         last, hidden = out.logits.argmax(-1), out.last_hidden_state
         assert last[0, 0] == drafted.tokens[0, depth]
 
-    path = tmp_path / "out" / "config.json"  # as others publish it, without our record
-    path.write_text(
-        json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != PROVENANCE})
-    )
+    as_published(tmp_path / "out")
+    assert check_export(tmp_path / "out").problems == []
     again = load_head(tmp_path / "out", target)
     text = [generate(target, one, [ids[0].tolist()], max_new_tokens=12, eos_token_ids=[]) for one in (head, again)]
     assert text[0].token_ids == text[1].token_ids
     assert [one.num_accepted for one in text[0].rounds] == [one.num_accepted for one in text[1].rounds]
+
+
+def as_published(folder: Path) -> dict[str, Any]:
+    """The config that others publish: without our record, its sizes by the older keys, no count of shared layers."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config[PROVENANCE], config["text_config"]["per_layer_config"]
+    config["text_config"]["num_kv_shared_layers"] = 0
+    path.write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_goes_on_from_a_published_one(name, target, tmp_path, make_batch):
+    """With its groups of tokens, which no dtype of the weights rounds."""
+    head = build_head(AssistantConfig(**VARIANTS[name]), target, seed=1)
+    save_head(head, tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    as_published(tmp_path / "out")
+    head = start_head(AssistantConfig(**VARIANTS[name]), target, tmp_path / "out").train()
+    head.loss(make_batch(target, head)).loss.backward()
+    assert all(one.grad is not None for one in head.parameters() if one.requires_grad)
+    if name != "centroids":
+        return
+    with pytest.raises(BadInput, match="head.num_chosen=4"):
+        start_head(AssistantConfig(num_centroids=32, num_chosen=5), target, tmp_path / "out")
+    with pytest.raises(BadInput, match="head.num_centroids: groups of tokens are an imported head's"):
+        head.begin_training([])
+    save_head(head, tmp_path / "rounded", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "rounded" / "model.safetensors")["masked_embedding.token_ordering"].tolist() == [
+        *range(target.vocab_size)
+    ]
+
+
+UNLIKE: dict[str, Any] = {
+    "hidden_activation": "silu",
+    "sliding_window": 999,
+    "rms_norm_eps": 0.1,
+    "attention_bias": True,
+}
+
+
+@pytest.mark.parametrize("key", UNLIKE)
+def test_what_computes_otherwise_is_refused(key, target, tmp_path):
+    save_head(build_head(AssistantConfig(), target, seed=1), tmp_path / "head")
+    export_head(tmp_path / "head", tmp_path / "out", to="vllm")
+    config = as_published(tmp_path / "out")
+    config["text_config"][key] = UNLIKE[key]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=f"text_config.{key}"):
+        load_head(tmp_path / "out", target)
 
 
 def test_a_target_whose_keys_are_not_made_so_has_none(tiny_target):

@@ -270,7 +270,7 @@ def test_what_wins_more_for_its_cost_comes_first():
 
 
 def test_without_time_for_all_the_one_that_usually_saves_most_is_trained():
-    costs = {"medusa": 1.2, "eagle": 1.5, "eagle3": 1.5, "block": 1.3, "mtp": 1.4, "draft_lm": 3.3}
+    costs = {"medusa": 1.2, "eagle": 1.5, "eagle3": 1.5, "block": 1.3, "mtp": 1.4, "draft_lm": 3.3, "assistant": 1.4}
     measured = [
         Measured(c.name, usual_speedup=predict_length([c.usual_acceptance], rounds)[1], step_seconds=10.0)
         for c in find_candidates()
