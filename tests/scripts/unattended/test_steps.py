@@ -96,8 +96,11 @@ def test_on_another_machine_times_are_taken_again_until_candidates_learn_by_them
             if number < 2:
                 assert not told
                 run.journal.machine = Machine(10.0, "float32", 1.0, 10, [])
+                run.journal.least_budget, run.journal.answers_until, run.journal.learning_until = 30.0, 15.0, 45.0
                 run.journal.rungs = [Rung({"medusa": 10})] * is_learning
                 run.write()
             else:
-                assert (run.journal.machine is not None) == is_kept and ", 1 threads, headstart " in told
+                journal = run.journal
+                times = [journal.machine, journal.least_budget, journal.answers_until, journal.learning_until]
+                assert [bool(time) for time in times] == [is_kept] * 4 and ", 1 threads, headstart " in told
                 assert told.strip().endswith("stays" if is_kept else "is timed again")
