@@ -45,6 +45,7 @@ class Journal:
     """What both documents have; a JSON file in the run's folder."""
 
     file_name: ClassVar[str]
+    timed: ClassVar[tuple[str, ...]]  # keys of what depends on the machine
     settings: dict[str, Any]  # the options of the run, the same as in the folder's marker file
     schema_version: int = SCHEMA_VERSION
     ran_on: str = ""  # the machine of the last start: device, threads, version
@@ -208,7 +209,7 @@ class ServerTrial:
 class AutoJournal(Journal):
     """The document auto.json."""
 
-    file_name = "auto.json"
+    file_name, timed = "auto.json", ("serving", "machine")
     split: Split | None = None
     machine: Machine | None = None
     least_budget: float = 0.0  # seconds; the smallest that makes sense; 0 if nothing is to be trained
@@ -276,7 +277,7 @@ class Compared:
 class RefitJournal(Journal):
     """The document refit.json."""
 
-    file_name = "refit.json"
+    file_name, timed = "refit.json", ("serving", "plan")
     found: Found | None = None
     serving: ServerTrial | None = None  # of the engine that serves; null: none was named
     stateless: str = ""  # as of AutoJournal

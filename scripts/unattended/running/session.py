@@ -115,8 +115,10 @@ class Session(Generic[S, J]):
         here, before = machine_words(self.settings.device), self.journal.ran_on
         self.journal.ran_on = here
         if before not in ("", here) and self.journal.decision is None:
-            then = "what was timed is timed again" if self.forget_times() else "what was timed stays"
-            self.say(f"warning: goes on with {here}, behind a start with {before}: {then}")
+            then = ""
+            if any(getattr(self.journal, key) for key in self.journal.timed):
+                then = f": what was timed {'is timed again' if self.forget_times() else 'stays'}"
+            self.say(f"warning: goes on with {here}, behind a start with {before}{then}")
 
     def forget_times(self) -> bool:
         """Drop what was timed, if nothing rests on it yet; whether it was dropped."""

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from headstart import __version__
 from headstart.base.errors import BadInput
 from headstart.scripts.unattended.running.clock import Clock
 from headstart.scripts.unattended.running.journal import Machine, Rung
@@ -81,9 +82,12 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize(("is_learning", "is_kept"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("is_timed", "is_learning", "ending"),
+    [(True, False, "what was timed is timed again"), (True, True, "what was timed stays"), (False, False, __version__)],
+)
 def test_on_another_machine_times_are_taken_again_until_candidates_learn_by_them(
-    is_learning, is_kept, tmp_path, monkeypatch, capsys
+    is_timed, is_learning, ending, tmp_path, monkeypatch, capsys
 ):
     settings = AutoSettings(
         target="t", budget=60.0, dtype="float32", device="cpu", launcher="", seed=0, prompts="p", batch_size=1,
@@ -95,12 +99,13 @@ def test_on_another_machine_times_are_taken_again_until_candidates_learn_by_them
             told = capsys.readouterr().err
             if number < 2:
                 assert not told
-                run.journal.machine = Machine(10.0, "float32", 1.0, 10, [])
-                run.journal.least_budget, run.journal.answers_until, run.journal.learning_until = 30.0, 15.0, 45.0
+                if is_timed:
+                    run.journal.machine = Machine(10.0, "float32", 1.0, 10, [])
+                    run.journal.least_budget, run.journal.answers_until, run.journal.learning_until = 30.0, 15.0, 45.0
                 run.journal.rungs = [Rung({"medusa": 10})] * is_learning
                 run.write()
             else:
                 journal = run.journal
                 times = [journal.machine, journal.least_budget, journal.answers_until, journal.learning_until]
-                assert [bool(time) for time in times] == [is_kept] * 4 and ", 1 threads, headstart " in told
-                assert told.strip().endswith("stays" if is_kept else "is timed again")
+                assert [bool(time) for time in times] == [is_learning] * 4 and ", 1 threads, headstart " in told
+                assert told.strip().endswith(ending)
