@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
+from ...base.files import remove
 from ...engines.servers.registry import SERVER_ENGINES
 from ...engines.servers.setting import EngineSetting
 from ...eval.figures.metrics import LEAST_TIMED
@@ -23,7 +24,7 @@ from .running.clock import SERVED_EVALUATION, TRIAL, clock_text
 from .running.journal import Decision, ServerTrial
 from .running.session import Session
 
-TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # of the trial, which needs no head: it looks up drafts
+TRIED, TRIED_PROMPTS, TRIED_TOKENS = "server_trial", 4, 32  # the trial, which needs no head: it looks up drafts
 LOOKUP = "ngram"  # the drafter that a server has by itself
 REPEATS = 2  # of a measurement: four pairs of blocks, the fewest that give an interval over blocks
 NO_GAIN = "Do not deploy: no measured setting is proved to be faster in the server"
@@ -57,7 +58,8 @@ def try_server(run: Session[Any, Any], *, most: int) -> ServerTrial:
     try:
         check_startable(run.settings.engine)
         what = f"trying {SERVER_ENGINES[run.settings.engine.name].title}'s server"
-        report = served_report(run, what, [LOOKUP], asked, name="server_trial", repeats=1, until=until)
+        remove(run.folder / TRIED)  # of an earlier start, perhaps on another machine
+        report = served_report(run, what, [LOOKUP], asked, name=TRIED, repeats=1, until=until)
         results = read_served(report).results
         sides = [side for one in results for side in (one.baseline, one.drafted)]
         asking = sum(side.num_answers * TRIED_TOKENS / max(side.tokens_per_second or 0.0, 1e-3) for side in sides)

@@ -243,7 +243,10 @@ def run_of(tmp_path, *, fails=False, is_late=False, **settings) -> Any:
     ],
 )
 def test_a_server_that_does_not_start_is_a_line_before_training(how, problem, tmp_path):
+    """Though an earlier start of the run, perhaps on another machine, had figures."""
     run = run_of(tmp_path, **how)
+    (tmp_path / "server_trial").mkdir()
+    write_served(tmp_path / "server_trial", ServedReport.of("T", [served("ngram at K 4", 1, 0.9)]))
     assert problem in try_server(run, most=16).problem
     assert problem in run.said[0] and run.said[0].endswith("decided by our own engine")
 
