@@ -131,9 +131,9 @@ def advice_behind(result: ServedResult, low: float, high: float, num_results: in
         return ", but more questions fail with drafts: do not deploy"
     if result.texts and result.texts.num_wrong:
         return f", but {result.texts.num_wrong} texts are not the target's own: do not deploy"
-    if low > 1 and result.rests_on_loops:
+    if low > 1 and result.rests_on_loops(1):
         return ", but only by texts that loop: do not deploy on this alone"
-    if lower_end_among(result, num_results) > 1:
+    if lower_end_among(result, num_results) > 1 and not result.rests_on_loops(num_results):
         return ""
     if high < 1:
         return ", leave drafts off" if result.is_beside_none else ", slower"

@@ -1,7 +1,7 @@
 """What a measurement in servers gives: the typed entries of report.json's `served`, as report_schema.md has them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...engines.servers.llama_server import LOOKUP_SUFFIX
 from ...engines.servers.registry import SERVER_ENGINES
@@ -77,11 +77,12 @@ class ServedResult:
         low = self.speedup_ci95[0]
         return low is not None and low > 1
 
-    @property
-    def rests_on_loops(self) -> bool:
-        """Whether it is not proved to be faster on the questions whose texts do not loop."""
-        left = self.repetition.without_loops
-        return left is not None and (left.speedup_ci95[0] or 0.0) <= 1
+    def rests_on_loops(self, num_results: int) -> bool:
+        """Whether it is not proved among so many results to be faster on the questions whose texts do not loop."""
+        if (left := self.repetition.without_loops) is None:
+            return False
+        others = replace(self, num_questions=left.num_timed, speedup=left.speedup, speedup_ci95=left.speedup_ci95)
+        return lower_end_among(others, num_results) <= 1
 
     @property
     def loses_answers(self) -> bool:
@@ -96,8 +97,9 @@ class ServedResult:
 
 def deployable(results: Sequence[ServedResult]) -> list[ServedResult]:
     """Those with a gain proved among so many, without texts that loop, wrong texts and remembered answers."""
-    proved = [one for one in results if lower_end_among(one, len(results)) > 1]
-    return [one for one in proved if one.is_right and not (one.is_flattered or one.rests_on_loops)]
+    num = len(results)
+    proved = [one for one in results if lower_end_among(one, num) > 1 and not one.rests_on_loops(num)]
+    return [one for one in proved if one.is_right and not one.is_flattered]
 
 
 def lower_end_among(result: ServedResult, num_results: int) -> float:

@@ -138,7 +138,8 @@ def decide_between(compared: Sequence[Compared], served: Sequence[ServedResult] 
     low = new.interval[0] or 0.0
     cautions += [f"{line}." for line in served_cautions(served)]
     if served:  # faster under a load, and slower under none
-        low = max((lower_end_among(one, len(served)) for one in served if not one.rests_on_loops), default=0.0)
+        num = len(served)
+        low = max((lower_end_among(one, num) for one in served if not one.rests_on_loops(num)), default=0.0)
         low = 0.0 if any(not one.is_right or (one.speedup_ci95[1] or 1.0) < 1 for one in served) else low
     is_better = low > LEAST_GAIN
     if not is_better:

@@ -210,7 +210,7 @@ def test_k_by_batch_size_is_what_was_proved_at_each_load():
             pays=pays,
             is_right=True,
             is_flattered=False,
-            rests_on_loops=False,
+            rests_on_loops=lambda _: False,
         )
         for (name, k), by_load in table.items()
         for size, (speedup, pays) in by_load.items()

@@ -52,8 +52,13 @@ def test_a_gain_that_rests_on_loops_is_none():
     result = served("head:H at K 4", 1, 1.5)
     for low, rests in ((0.9, True), (None, True), (1.1, False)):
         left = replace(result, repetition=Repetition([], WithoutLoops(4, None, 1.2, (low, 1.5))))
-        assert (left.rests_on_loops, deployable([left])) == (rests, [] if rests else [left])
+        assert (left.rests_on_loops(1), deployable([left])) == (rests, [] if rests else [left])
         assert ("texts that loop: do not deploy" in sentences([left])[0]) == rests
+    for low, is_proved in ((1.01, False), (1.19, True)):  # as the best of three
+        left = replace(result, repetition=Repetition([], WithoutLoops(4, None, 1.2, (low, 1.5))))
+        three = [left, *(served("head:H at K 4", size, 0.9) for size in (8, 16))]
+        assert deployable(three) == [left] * is_proved
+        assert ("1 at a time: 1.70 times as fast [1.50, 1.90];" in sentences(three)[0]) == is_proved
 
 
 @pytest.mark.parametrize(
