@@ -5,6 +5,7 @@ rung, every candidate is trained once, for an equal share of the rung's time.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ...base.errors import BadInput
 from ...eval.report.results.drafter_words import drafter_words
@@ -142,7 +143,7 @@ def learn(run: AutoRun, server: TargetServer) -> Trained:
         own = learner.score_of(trained, seconds=record.seconds) if trained else None
         if trained and (score is None or own and own.predicted_speedup >= score.predicted_speedup):
             head, score = trained, own
-        taken = "its last checkpoint" if head == trained else "the best head of the rungs"
+        taken = f"its {Path(trained).name} checkpoint" if head == trained else "the best head of the rungs"
         if head and last.problem:
             run.say(f"warning: the last training: {last.problem}; {taken} is taken")
         elif head != trained:

@@ -213,8 +213,8 @@ def test_a_fresh_head_is_fitted_before_its_first_step_only(tmp_path):
     assert few.fitting_seconds == pytest.approx(FITTING * 60 * 0.01), "there are no more rows"
 
 
-@pytest.mark.parametrize("is_trained_on", [False, True])
-def test_the_score_of_the_head_that_is_taken_is_of_its_own_step(is_trained_on, target, tmp_path):
+@pytest.mark.parametrize(("is_trained_on", "stopped"), [(False, True), (True, True), (True, False)])
+def test_the_score_of_the_head_that_is_taken_is_of_its_own_step(is_trained_on, stopped, target, tmp_path):
     """The last validation of a rung, or of a training that was stopped, may be of a later step that is worse."""
 
     def written(folder, steps, length):
@@ -225,7 +225,7 @@ def test_the_score_of_the_head_that_is_taken_is_of_its_own_step(is_trained_on, t
 
     def train(*_, **__):
         written("training/best", 15, 1.8)
-        return StepRecord("learn-chosen", "train", "log", 30.0, 143, stopped=True)
+        return StepRecord("learn-chosen", "train", "log", 30.0, 143, stopped=stopped)
 
     written("candidates/medusa/best", 20, 1.6)
     medusa = Measured("medusa", costs=[RoundCost(1, 1.1)], step_seconds=2.0, token_seconds=0.01)
@@ -233,10 +233,12 @@ def test_the_score_of_the_head_that_is_taken_is_of_its_own_step(is_trained_on, t
     run = learner_of("medusa", machine, tmp_path).run
     late = Score("medusa", 30, 1.0, 1.1, [0.1], 1, 1.0)  # of the rung's last step
     run.journal.chosen = Chosen("medusa", LEAST_STEPS * is_trained_on, late)
-    run.settings.engine, run.left_until, run.say = EngineSetting(), lambda _: 600.0, lambda *_: None
+    said = list[str]()
+    run.settings.engine, run.left_until, run.say = EngineSetting(), lambda _: 600.0, said.append
     found = learn(run, run_of(gives_states=False, train=train, close=lambda: None)).score
     assert found is not None
     assert (found.steps, found.acceptance_length) == ((15, 1.8) if is_trained_on else (20, 1.6))
+    assert [line.partition("; ")[2] for line in said] == ["its best checkpoint is taken"] * (not stopped)
 
 
 @pytest.mark.parametrize("minutes", [20, 120])
