@@ -21,6 +21,7 @@ from ..figures.environment import device_name
 from ..figures.metrics import LEAST_TIMED
 from ..served.figures import Percentiles, SideFigures
 from ..served.load import ARRIVING
+from ..served.questions import unreadable_words
 from ..served.served_result import DRAFTS_TOO, ITS_OWN, ServedResult, deployable, lower_end_among
 from ..served.text_check import TextCheck
 from .charts import Series, line_chart
@@ -299,6 +300,8 @@ def cautions_of(result: ServedResult) -> list[str]:
         first = result.failed[0]
         more = ", more of them with drafts: do not deploy" if result.loses_answers else ""
         found.append(f"{len(result.failed)} questions failed{more}; {first.row} first: {first.reason}")
+    if result.unreadable:
+        found.append(unreadable_words(result.unreadable))
     if repeated := result.baseline.num_repeated + result.drafted.num_repeated:
         found.append(f"{repeated} questions had to be repeated; the waits are in their times")
     if not result.at_once:

@@ -74,6 +74,10 @@ class Questions:
         return cls(asked, left, unreadable, tokenizer)
 
 
+def unreadable_words(rows: Sequence[str]) -> str:
+    return f"{len(rows)} rows are left out, as a picture is missing or broken; the first: {rows[0]}"
+
+
 def turns_left(row: Mapping[str, Any], chat: ChatOptions) -> int:
     """How many questions of a row are not asked: of `turns` all but the first, of recorded turns with images all but
     the last."""

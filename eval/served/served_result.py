@@ -53,6 +53,7 @@ class ServedResult:
     prompts: PromptCheck
     texts: TextCheck | None  # None: sampled
     failed: list[FailedPrompt] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # as of `Questions`
     slo: Slo | None = None
     commands: list[str] = field(default_factory=list)  # of both servers, or their addresses
     baseline_drafter: str = WITHOUT  # what the baseline drafts with instead

@@ -26,7 +26,7 @@ from ...eval.report.served_page import ServedReport, show_served, write_served
 from ...eval.served.blocks import ServedConfig, ServedDrafts, ServedSide, measure_in_servers
 from ...eval.served.figures import Slo
 from ...eval.served.load import ARRIVING, Load
-from ...eval.served.questions import Questions
+from ...eval.served.questions import Questions, unreadable_words
 from ...eval.served.served_result import ITS_OWN, WITHOUT, ServedResult
 from ...eval.suites.prompts import ChatOptions
 from ...targets.dtype import default_dtype
@@ -161,7 +161,7 @@ def measured_in(
                 engine, drafts, questions.asked, config, store=store, on_block=tick, load_target=loader(asked)
             )
         learnt = learnt_by(own_length(asked.drafters[number])[0], questions) if asked.drafters else None
-        results += [replace(one, learnt=learnt) for one in found]
+        results += [replace(one, learnt=learnt, unreadable=[*questions.unreadable]) for one in found]
     return results
 
 
@@ -290,7 +290,7 @@ def questions_in(asked: WantedMeasurement) -> Questions:
     tokenizer = tokenizer_of(asked.target)
     questions = Questions.read(asked.prompts, tokenizer, limit=asked.limit, chat=asked.chat)
     if lost := questions.unreadable:
-        warn(f"{len(lost)} rows are left out, as a picture is missing or broken; the first: {lost[0]}")
+        warn(unreadable_words(lost))
     if tokenizer is not None:
         warn_of_thinking(asked.chat, tokenizer.chat_template)
     if getattr(tokenizer, "chat_template", None) and any(one.is_plain_text for one in questions.asked):

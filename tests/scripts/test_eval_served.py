@@ -48,6 +48,9 @@ def report_of(output):
 
 @pytest.mark.timed
 def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, saved_target, tmp_path, capsys):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        picture = {"type": "image", "image": "none.png"}
+        file.write(json.dumps({"messages": [{"role": "user", "content": [picture]}]}) + "\n")
     how = {"target": str(saved_target), "prompts": [rows], "max_new_tokens": 12, "repeats": 1, "concurrency": [1, 3]}
     with listening(StandIn(step=0.005)) as plain, listening(StandIn(step=0.005, accepted=[2])) as drafting:
         how |= {"server": drafting, "baseline_server": plain, "slo": "ttft=1,tpot=500ms"}
@@ -57,6 +60,8 @@ def test_a_running_server_s_figures_are_a_page_with_the_sentence_first(rows, sav
     assert one["speedup"] > 1.5 and one["acceptance"]["acceptance_length"] == pytest.approx(2.75)
     assert (one["order"], three["load"]["concurrency"]) == ("ABBA", 3) and one["drafted"]["goodput"] > 0
     assert [result["drafter"] for result in report["served"]] == ["its own drafts"] * 2
+    assert [result["unreadable"] for result in report["served"]] == [one["unreadable"]] * 2
+    assert f"rows are left out, as a picture is missing or broken; the first: {one['unreadable'][0]}" in page
     said = "with its own drafts: 1 at a time: "
     assert f"vLLM {said}" in page and "times as fast [" in page and "<svg" in page
     assert said in capsys.readouterr().out
