@@ -4,10 +4,11 @@ An image part of a message is any of
   {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}     as OpenAI's API takes it
   {"type": "image", "image": X}    X: a file, relative to the row's own; a data URL; base64; {"bytes": ..., "path": ...}
   {"type": "image"}                the next of the row's `images`, each like X, as in data sets of `datasets`
-and becomes {"type": "image", "image": PATH or data URL}, which a row that is written holds too.
+and becomes {"type": "image", "image": PATH, data URL or address}, which a row that is written holds too.
 """
 
 import base64
+import os
 import re
 from binascii import Error as NotBase64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ PART = "image"  # the type of a part that is a picture
 SOURCES = ("image", "image_url", "path", "url", "base64", "bytes")  # keys of a part under which its picture stands
 KEYS = ("images", "image")  # of a row
 URL = re.compile(r"data:[^,]*;base64,(?P<data>.*)", re.DOTALL)
+ADDRESS = re.compile(r"[\w+.-]+://")  # of a picture that is no file here; a server may know it
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # behind the file, in where a row was read
 
 
@@ -65,10 +67,12 @@ def as_part(part: Mapping[str, Any], own: Iterator[Any], origin: str) -> dict[st
 
 
 def source_of(given: str, folder: Path) -> str:
-    """The path or data URL of a picture that a row names: a path, a URL, or base64."""
-    if given.startswith(("data:", "http:", "https:")):
+    """The path, data URL or address of a picture that a row names: a path, a URL, or base64."""
+    if given.startswith("data:"):
         return given
     path = folder / given.removeprefix("file://")
+    if ADDRESS.match(given) and not (given.startswith("file://") and os.path.isfile(path)):
+        return given
     is_code = len(given) > 255 or not path.is_file() and re.fullmatch(r"[A-Za-z0-9+/\s]{64,}={0,2}", given)
     return f"data:image/unknown;base64,{given}" if is_code else str(path.absolute())
 
@@ -107,8 +111,8 @@ class UnreadablePicture(BadInput):
 
 def read_bytes(source: str) -> bytes:
     """`encoded`, of which an error says which picture it is of."""
-    if source.startswith(("http:", "https:")):
-        raise UnreadablePicture(f"picture {source[:60]}: is not fetched from the network; give a file or its bytes")
+    if ADDRESS.match(source):
+        raise UnreadablePicture(f"picture {source[:60]}: is not fetched from anywhere; give a file or its bytes")
     try:
         return encoded(source)
     except (OSError, NotBase64, ValueError) as error:
