@@ -91,9 +91,9 @@ def prompts_in(sample: Sample, special: Collection[int] = ()) -> Iterator[list[i
     places = [place for place in range(edges[1]) if ids[place] in special]
     for begin, end, last in zip(edges[::2], edges[1::2], edges[2::2], strict=False):
         turn = ids[begin:end]
-        num = sum(token in special for token in turn)
-        if sample.loss_mask[end:last].any() and (begin == 0 or 0 < num <= len(places)):
-            yield turn if begin == 0 else ids[: places[-num]] + turn
+        own = [place for place, token in enumerate(turn) if token in special]
+        if sample.loss_mask[end:last].any() and (begin == 0 or 0 < len(own) <= len(places)):
+            yield turn if begin == 0 else ids[: places[-len(own)]] + turn[own[0] :]  # without what ends the turn before
 
 
 def common_ending(samples: Sequence[StoredSample]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,13 @@ def test_a_prepared_data_set_is_joined_and_counted(chat_tokenizer, tmp_path):
     assert sorted(told) == sorted(turn["content"] for i in range(100) for turn in turns(i))
 
 
-@pytest.mark.parametrize("system", [None, "Be kind."])
-@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "qwen3", "llama-3.1"])
+WITH_SYSTEM = ("chatml", "qwen2.5", "qwen3", "llama-3.1")  # whose system prompt stands at the beginning
+
+
+@pytest.mark.parametrize(
+    "name, system",
+    [*product(WITH_SYSTEM, (None, "Be kind.")), ("gemma-2", None), ("mistral", None)],
+)
 def test_a_head_knows_the_prompts_of_all_chats_of_a_joined_row(name, system, chat_tokenizer):
     tokenizer = chat_tokenizer(name)
     chats = [{"id": str(i), "source": "a", "messages": turns(i, system)} for i in range(100)]
