@@ -315,7 +315,13 @@ def _encode_chat(data: dict[str, Any], origin: str, table: TokenTable, config: D
         chat = Chat(table.tokenizer, row.tools, row.variables, _markers(table, config))
         messages = chat.placed(row.messages, origin)
         sequences = [] if chat.leaves_out_calls(messages) else chat.sequences(messages)
-        return sequences if WROTE not in data else _with_answers(sequences, data[WROTE])
+        if WROTE not in data or not sequences:
+            return sequences
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        if sum(len(one.spans) for one in sequences) != num_answers:
+            why = f"`{WROTE}` counts {num_answers} answers, of which the template's generation blocks leave some out"
+            raise UnusableRow(origin, why)
+        return _with_answers(sequences, data[WROTE])
     except BadInput:
         raise
     except RENDER_ERRORS as error:

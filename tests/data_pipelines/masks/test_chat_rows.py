@@ -15,6 +15,7 @@ from headstart.data_pipelines.prepare import PrepareConfig, prepare
 from headstart.data_pipelines.rows.config import DataConfig
 from headstart.data_pipelines.rows.samples import Sample
 from headstart.data_pipelines.rows.sources import Row
+from headstart.targets.chat.written_ids import WROTE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +30,7 @@ GENERATION = """
   {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CALLS = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}"
 
 
 def make_tokenizer(template: str | None, *, bos: str | None = None, eos: str | None = None) -> PreTrainedTokenizerFast:
@@ -153,6 +155,18 @@ def test_generation_blocks_may_leave_out_a_part_of_the_answer() -> None:
     assert supervised(sample, tokenizer) == ["ok\n<|im_end|>", "sure\n<|im_end|>"]
 
 
+def test_answers_are_not_counted_where_generation_blocks_leave_one_out() -> None:
+    """A call stands outside the block, so the first marked answer is the second one."""
+    template = GENERATION.replace("{% generation %}", CALLS + "{% if message.content %}{% generation %}")
+    template = template.replace("BLOCK", "{{ message.content }}").replace("AFTER", "{% endif %}{{ '<|im_end|>\n' }}")
+    tokenizer = make_tokenizer(template)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    messages = [*turns("hi"), call, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}]
+    assert problem({"messages": messages, WROTE: [0]}, tokenizer).startswith("`written_answers` counts 2 answers")
+    answered = {"messages": turns("hi", "ok", "again?", "sure"), WROTE: [1]}
+    assert supervised(encode(answered, tokenizer), tokenizer) == ["sure<|im_end|>"]
+
+
 # Length
 
 
@@ -252,9 +266,6 @@ def test_a_question_with_its_answer_is_a_prompt_with_its_response() -> None:
     assert "`columns`" in problem({"query": "a", "answer": "b"}, tokenizer), "what to do about other keys"
     both = {**row, "text": "of another shape"}
     assert encode(both, tokenizer) == encode({"text": "of another shape"}, tokenizer)
-
-
-CALLS = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}"
 
 
 def test_a_chat_whose_tool_calls_the_template_leaves_out_is_dropped_and_counted() -> None:
