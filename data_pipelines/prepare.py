@@ -93,7 +93,8 @@ def prepare(config: PrepareConfig, *, on_rows: Callable[[int], object] = lambda 
     If OUTPUT was prepared before with the same config from the same files, nothing is done.
 
     Args: on_rows: called with the number of rows processed so far.
-    Raises: BadInput as `iter_rows`, if OUTPUT is any other folder, or if no row is left for training.
+    Raises: BadInput as `iter_rows`, if OUTPUT is any other folder, if no row is left for training, or if rows are to be
+        split and all ask the same first question.
     """
     with OwnedFolder(config.output, command=COMMAND, settings=config.recorded()) as folder:
         try:
@@ -106,7 +107,7 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
     """Write the data set into the folder, its card last."""
     tally = _Tally([source.called for source in read_sources(config.sources)])
     excluded = _questions_of(config.exclude)
-    digests = set[bytes]()
+    digests, questions = set[bytes](), set[bytes]()
     splits = {split: {"rows": 0} for split in SPLITS}
     rows = iter_rows(config.sources, num_rows=config.num_rows, seed=config.seed)
     with ExitStack() as stack:
@@ -124,6 +125,7 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
             reason = row.reason or _reason_beside_others(row, excluded, digests)
             tally.count(row, reason)
             if reason is None:
+                questions |= {row.question} if len(questions) < 2 else set()
                 joiner = joiners[is_validation]
                 write(is_validation, [row.line] if joiner is None else joiner.add(row.line, row.num_tokens))
             if tally.num_read % ROWS_AT_A_TIME == 0:
@@ -134,6 +136,10 @@ def _written(config: PrepareConfig, folder: Path, on_rows: Callable[[int], objec
         num_refused = sum(counts[REFUSED] for counts in tally.counts.values())
         if 2 * num_refused > tally.num_read:
             raise BadInput(f"{tally.examples[REFUSED][0]} ({num_refused} of {tally.num_read} rows are refused)")
+        num_kept = sum(counts["kept"] for counts in tally.counts.values())
+        if config.validation_share and num_kept > 1 and len(questions) == 1:
+            what = "rows are split by it: use validation_share=0 and validate on a file of other rows"
+            raise BadInput(f"all {num_kept} rows that are kept ask the same first question, and {what}")
         if not splits["train"]["rows"]:
             raise BadInput(f"no row is left for training: {tally.in_words()}")
     card = tally.card(splits, config)

@@ -238,6 +238,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(settings: dict[str, Any], prob
     assert [path.name for path in folder.iterdir()] == ["chats.jsonl"]
 
 
+def test_rows_with_one_question_cannot_be_split() -> None:
+    """Their documents are in the system prompts; the question's hash puts all on one side."""
+    write("one.jsonl", [{"messages": turns("Sum it up.", f"It is {i}.", system=f"Text {i}")} for i in range(9)])
+    for share in (0.01, 0.99):
+        with pytest.raises(BadInput, match="^all 9 rows .* ask the same first question, .*validation_share=0"):
+            run(sources=["one.jsonl"], validation_share=share)
+    assert run(sources=["one.jsonl"], validation_share=0)["splits"]["train"]["rows"] == 9
+
+
 def test_the_shipped_config_is_the_default() -> None:
     raw = read_config("data/prepare.yaml", ["sources=[a.jsonl]", "output=out"])
     assert build(PrepareConfig, raw) == PrepareConfig(sources=["a.jsonl"], output="out")
