@@ -18,6 +18,7 @@ from .families.table import SERVINGS
 from .gguf_check import check_file
 from .layouts import fp8
 from .layouts.contracts import Contract, window_problems
+from .layouts.writing import SCALE
 from .llamacpp import SPEC_TYPES
 from .vllm import switching_word
 
@@ -92,6 +93,8 @@ def check_folder(folder: str | Path, *, to: str = "") -> Checked:
     problems = [*stored.problems, *contract.problems]
     if serving.in_sglang:
         problems += window_problems(config, in_sglang=serving.in_sglang, to=to)
+    if config.get(SCALE) and to not in ("", "vllm"):
+        problems.append(f"{SCALE} {config[SCALE]}: {to} gives a draft the target's bare table, not the scaled one here")
     if for_llamacpp and not any(method in SPEC_TYPES for method in serving.methods or (family,)):
         problems.append(f"llama.cpp has no graph for {family} heads")
     word = None if for_llamacpp else switching_word(folder.absolute(), family)

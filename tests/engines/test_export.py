@@ -338,6 +338,8 @@ def test_of_a_target_that_scales_its_embeddings_vllm_is_given_the_scaled_table(
     ours = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
     torch.testing.assert_close(ours, table.to(ours.dtype) * table.shape[1] ** 0.5, rtol=0.01, atol=0)
     assert not check_export(tmp_path / "out", to="vllm").problems
+    [problem] = check_export(tmp_path / "out", to="sglang").problems
+    assert problem.startswith("embedding_scale ")
     with pytest.raises(BadInput, match="gemma2 scales its embeddings"):
         export_head(run, tmp_path / "other", to="sglang", target=str(scaling_target))
     assert not (tmp_path / "other").exists()
