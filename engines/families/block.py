@@ -290,8 +290,8 @@ class BlockServing(Serving):
         """Import a block drafter. Raises BadInput on parts that ours do not have and that change the result, and if the
         mask token, the block size or the feature layers are missing."""
         config, target = plain_config(folder.config), folder.target
-        tensors = folder.bare_tensors(EMBEDDING)
-        ids = draft_ids(tensors, target)
+        tensors = folder.bare_tensors()
+        table, ids = tensors.pop(EMBEDDING, None), draft_ids(tensors, target)
         if folder.own is not None:
             return Imported({}, tensors, ids)
         is_plain = ids is None and LM_HEAD in tensors
@@ -310,6 +310,9 @@ class BlockServing(Serving):
         contract.report(value_scale not in (None, 1.0), f"dflash_config.attention_value_scale {value_scale}")
         has_mask = architectures in ALL_DFLASH and (folder.path / MASK).exists()  # vLLM's DSpark reads none
         contract.report(has_mask, f"{MASK}: the mask token's embedding is not the target's")
+        table = None if architectures == [LILICORR] else table  # whose candidates are looked up in the bare one
+        factor = nested.read("input_embedding_scale", float) if architectures == [DFLASH2] else None
+        choosers.check_embeddings(factor, contract, target, table=table)
         if architectures == [DFLASH2]:
             choosers.check_scales(nested, contract, target, is_shared=LM_HEAD not in tensors)
         for problem in contract.problems:

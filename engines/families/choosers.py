@@ -7,14 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ...base.typed import TypedKeys
 from ...heads.nn.dflash2 import NUM_TAPS
 from ...heads.nn.lilicorr import LILICORR_KEYS
 from ...targets.target import Target
 from ..layouts.contracts import Contract
+from ..layouts.foreign import same_tensor
 
 CONV_KEYS = ("conv_kernel_size", "conv_group_size")
 DFLASH2_KEYS = (*CONV_KEYS, "selector_rank", "selector_top_k")
+ROUNDED = 1e-2  # how far a factor may be from the target's: some are rounded to 16 bits
 WIDTHS = (1, 2, 4, 8, 16)  # candidates of a slot that engines have kernels for
 
 
@@ -24,18 +28,30 @@ def lattice_keys(read: Callable[[str, type], Any], hidden_size: int) -> dict[str
     return {**keys, "lattice_size": keys["lattice_size"] or hidden_size}
 
 
+def check_embeddings(factor: float | None, contract: Contract, target: Target, *, table: Tensor | None) -> None:
+    """Report if what vLLM's block drafters read is scaled otherwise than by the target's embedding module, which ours
+    read.
+
+    Args: factor: DFlash2's `input_embedding_scale`, if there. table: the folder's own; None: vLLM's read the target's
+        bare one.
+    """
+    wanted = target.embedding_scale
+    is_bare = table is None or same_tensor(table, target.input_embedding.get_parameter("weight").cpu())
+    found = (1.0 if is_bare else wanted) * (1.0 if factor is None else factor)
+    is_same = math.isclose(found, wanted, rel_tol=ROUNDED)
+    contract.report(not is_same, f"embeddings times {found} in vLLM, in {target.name} times {wanted}")
+
+
 def check_scales(config: TypedKeys, contract: Contract, target: Target, *, is_shared: bool) -> None:
-    """Report keys by which vLLM's DFlash2 scales embeddings, and scales and caps logits, otherwise than the target,
-    which ours takes as it is.
+    """Report keys by which vLLM's DFlash2 scales and caps logits otherwise than the target, which ours takes as it is.
 
     Args: config: `dflash_config`. is_shared: whether the head drafts by the target's output layer.
     """
     factor, cap = (target.logit_scale, target.logit_cap or 0.0) if is_shared else (1.0, 0.0)
-    factors = {"input_embedding_scale": target.embedding_scale, "output_multiplier": factor}
-    for key, wanted in {**factors, "final_logit_softcapping": cap}.items():
+    for key, wanted, default in (("output_multiplier", factor, 1.0), ("final_logit_softcapping", cap, 0.0)):
         given = config.read(key, float)
-        found = (1.0 if key in factors else 0.0) if given is None else given
-        is_same = math.isclose(found, wanted, rel_tol=1e-2)  # some are rounded to 16 bits
+        found = default if given is None else given
+        is_same = math.isclose(found, wanted, rel_tol=ROUNDED)
         contract.report(not is_same, f"dflash_config.{key} {found}: expected {wanted}, as {target.name} has it")
 
 

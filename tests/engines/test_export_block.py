@@ -270,7 +270,7 @@ def test_a_head_from_before_an_option_has_its_default(trained, on_disk, tmp_path
         ("dspark", key("is_neox_style", False), "is_neox_style"),
         ("dspark", key("architectures", ["Gemma4DSparkModel"]), "Gemma4DSparkModel: layers of Gemma 4, ours are Qwen3"),
         ("dflash", key("dflash_config.attention_value_scale", 0.5), "dflash_config.attention_value_scale 0.5"),
-        ("dflash2", key("dflash_config.input_embedding_scale", 5.7), "input_embedding_scale 5.7: expected 1.0, as"),
+        ("dflash2", key("dflash_config.input_embedding_scale", 5.7), "embeddings times 5.7 in vLLM, in .* times 1.0"),
         ("dflash2", key("dflash_config.output_multiplier", 0.5), "output_multiplier 0.5: expected 1.0, as"),
         ("dflash2", key("dflash_config.final_logit_softcapping", 30.0), "softcapping 30.0: expected 0.0, as"),
     ],
@@ -283,6 +283,38 @@ def test_a_block_of_another_kind_is_not_loaded(kind, change, message, copied, on
     folder = rewritten(copied("block", "vllm", **{**SIZES, **KINDS[kind]}), both)
     with pytest.raises(BadInput, match=message):
         load_head(folder, on_disk)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_table", "factor", "is_read"),
+    [
+        ("dflash", False, None, False),
+        ("dflash", True, None, True),
+        ("dspark", False, None, False),
+        ("dspark", True, None, True),
+        ("dflash2", False, None, False),
+        ("dflash2", False, 32**0.5, True),
+        ("dflash2", True, None, True),
+        ("dflash2", True, 32**0.5, False),
+        ("lilicorr", True, None, False),
+    ],
+)
+def test_a_published_block_is_read_with_embeddings_scaled_as_vllm_scales_them(
+    kind, has_table, factor, is_read, copied, tiny_target
+):
+    """Which are the target's own, or the folder's, of DFlash2 times a key; LiLiCorr's lattice reads the target's."""
+    gemma = tiny_target("gemma3")
+
+    def publish(config, tensors):
+        del config["headstart_export"]
+        if factor is not None:
+            config["dflash_config"]["input_embedding_scale"] = factor
+        if has_table:
+            tensors["embed_tokens.weight"] = gemma.embed(torch.arange(61)[None])[0].clone()
+
+    folder = rewritten(copied("block", "vllm", **{**SIZES, **KINDS[kind]}), publish)
+    with nullcontext() if is_read else pytest.raises(BadInput, match="embeddings times .* in vLLM, in .* times 5.65"):
+        load_head(folder, gemma)
 
 
 def test_a_mask_tokens_own_embedding_is_not_left_out(copied, on_disk):
