@@ -103,7 +103,7 @@ def describe_sample(sample: "Sample") -> str:
 
     supervised = sample.segments[sample.loss_mask]
     parts = [f"{name} {(supervised == i).sum()}" for i, name in enumerate(SEGMENTS) if (supervised == i).any()]
-    cut = f", {sample.num_cut} more cut off" if sample.num_cut else ""
+    cut = f", {sample.num_cut} tokens of the row left out" if sample.num_cut else ""
     return f"{len(sample)} tokens{cut}, {len(supervised)} supervised ({', '.join(parts)})"
 
 

@@ -58,7 +58,7 @@ def test_in_colour_there_are_no_brackets(run: Callable[..., str]) -> None:
 
 def test_pieces_cuts_and_drops_are_said(run: Callable[..., str]) -> None:
     shown = run("--no-color")
-    assert "/chats.jsonl:2: 200 tokens, " in shown and " more cut off, " in shown
+    assert "/chats.jsonl:2: 200 tokens, " in shown and " tokens of the row left out, " in shown
     assert "of 3 rows: kept 2, cut 1, dropped 1" in shown
     pieces = run("--row", "1", "data.too_long=split", "--no-color")
     assert "/chats.jsonl:2, piece 1 of 2: " in pieces and "/chats.jsonl:2, piece 2 of 2: " in pieces
