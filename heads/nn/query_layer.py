@@ -74,8 +74,8 @@ class TargetKeys:
 
     def _read(self, entering: Tensor) -> Tensor:
         """[B, Q, D] what the projections read."""
-        norm = self.layer.input_layernorm
-        return norm(entering.to(norm.weight.device, self.target.dtype))
+        where = next(self.layer.parameters()).device
+        return self.layer.input_layernorm(entering.to(where, self.target.dtype))
 
     def _check(self) -> None:
         """Compare with what the target writes to its cache."""
