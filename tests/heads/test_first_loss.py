@@ -87,6 +87,7 @@ ALL = [
     pytest.param(case, architecture, *SIZES[(i + j) % 6], marks=[] if j == i % len(ARCHITECTURES) else pytest.mark.slow)
     for i, case in enumerate(CASES)
     for j, architecture in enumerate(ARCHITECTURES)
+    if (case.split()[0], architecture) != ("assistant", "gpt_neox")  # whose keys are made otherwise
 ]
 
 

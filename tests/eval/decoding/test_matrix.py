@@ -101,9 +101,11 @@ SET_CASES = [
     for i, name in enumerate(sorted(HEADS))
     for j, tree in enumerate(TREES)
 ]
-# windows, norms elsewhere, parallel layers: in every set with every tree; the heads take turns
+# windows, norms elsewhere, parallel layers: in every set with every tree; the heads take turns, but for assistants, as
+# not all of these may have one
+OF_ANY = sorted(HEADS.keys() - {"assistant"})
 SET_CASES += [
-    (architecture, instructions, sorted(HEADS)[(3 * i + j + k) % len(HEADS)], tree, [1, 8][(i + j) % 2])
+    (architecture, instructions, OF_ANY[(3 * i + j + k) % len(OF_ANY)], tree, [1, 8][(i + j) % 2])
     for k, architecture in enumerate(["gemma3", "olmo2", "cohere2"])
     for i, instructions in enumerate(SETS)
     for j, tree in enumerate(TREES)
