@@ -121,7 +121,7 @@ def sources_of(target: Target) -> dict[str, int]:
 class AssistantState(ChainState):
     """The state of drafting, whose cache holds the target's keys and values."""
 
-    place: Tensor | None = None  # [B, 1] where the queries of a round are
+    rotations: tuple[Rotation, ...] = ()  # by source, of the place of a round's queries
     masks: tuple[Tensor, ...] = ()  # by source, [B, 1, 1, extent]
 
 
@@ -287,8 +287,9 @@ class AssistantHead(OwnOutputReader):
         rows, last = torch.arange(len(positions), device=positions.device)[:, None], read.last[:, None]
         told = [{"dtype": self.dtype, "window": self.num_seen(source)} for source in self.sources]
         state.masks = tuple(state.cache.mask(positions[rows, last], **one) for one in told)
-        state.place = where[rows, last] + AHEAD
         hidden = self.features(read.output)[rows, last]
+        place = where[rows, last] + AHEAD  # [B, 1]
+        state.rotations = tuple(source.rotation(place, like=hidden) for source in self.sources)
         return self._decode(state, read.next_tokens[rows, last], hidden, positions[rows, last])
 
     @property
@@ -299,12 +300,10 @@ class AssistantHead(OwnOutputReader):
         self, state: ChainState, token_ids: Tensor, hidden: Tensor, positions: Tensor, *, in_tree: bool = False
     ) -> Tensor:
         state = cast(AssistantState, state)
-        assert state.place is not None
-        rotations = [source.rotation(state.place, like=hidden) for source in self.sources]
 
         def attend(queries: Tensor, i: int) -> Tensor:
             keys, values = state.cache.layer(i, queries, queries).readable_slots(state.cache.extent)
             mask = state.masks[i].expand(-1, -1, queries.shape[2], -1)
             return grouped_attention(self, queries, keys, values, mask, scaling=1.0)[0]
 
-        return self._step(token_ids, hidden, rotations, attend)
+        return self._step(token_ids, hidden, state.rotations, attend)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -173,15 +173,14 @@ def full_batches(count: int, batch_size: int) -> list[int]:
 def whole_chats(chats: Sequence[list[int]], batch_size: int) -> list[int]:
     """The prompts of these chats, those of a chat together, so that a batch ends where a chat does as soon as any of
     the next chats allow it: only chats between two such ends share batches."""
-    order, waiting = list[int](), list(chats)
+    order, waiting = list[int](), {chat[0]: chat for chat in chats}
     while waiting:
-        filling = next_to_fill(waiting, batch_size)
-        order += [prompt for chat in filling for prompt in chat]
-        waiting = [chat for chat in waiting if chat not in filling]
+        for chat in next_to_fill(waiting.values(), batch_size):
+            order += waiting.pop(chat[0])
     return order
 
 
-def next_to_fill(chats: Sequence[list[int]], batch_size: int) -> list[list[int]]:
+def next_to_fill(chats: Collection[list[int]], batch_size: int) -> list[list[int]]:
     """The earliest of these chats whose prompts fill batches exactly, batch_size of them at most; else all."""
     by_rest: dict[int, list[list[int]]] = {}  # by how many prompts are left over, the first chats found that leave it
     for chat in chats:

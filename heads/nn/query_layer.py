@@ -78,7 +78,7 @@ class TargetKeys:
         return self.layer.input_layernorm(entering.to(where, self.target.dtype))
 
     def _check(self) -> None:
-        """Compare with what the target writes to its cache."""
+        """Compare with what the target writes to its cache, and measure its own queries."""
         ids = torch.arange(1, KNOWN + 1, device=self.target.device)[None] % self.target.vocab_size
         places, cache = torch.arange(KNOWN, device=ids.device)[None], self.target.new_cache(KNOWN)
         told = {"cache": cache, "positions": places, "extent": KNOWN}
