@@ -54,8 +54,8 @@ def is_joinable(turns: list[dict[str, Any]]) -> bool:
 
 def has_reasoning(turn: dict[str, Any]) -> bool:
     """Whether a turn has a reasoning trace, beside its content or in it."""
-    is_answer = turn["role"] == "assistant"
-    return is_answer and bool(turn.get("reasoning_content") or any(sign in turn["content"] for sign in SIGNS_OF_TRACE))
+    is_answer, text = turn["role"] == "assistant", turn["content"] or ""
+    return is_answer and bool(turn.get("reasoning_content") or any(sign in text for sign in SIGNS_OF_TRACE))
 
 
 class ChatJoiner:
