@@ -201,10 +201,11 @@ class DraftHead(nn.Module, Drafter, Expands):
         """Roughly the bytes of activations that `unroll` keeps or, by `runner`, computes again; 0: it keeps all."""
         return 0
 
-    def runner(self, starts: ChainStarts, *, like: Tensor) -> Callable[..., Any]:
+    def runner(self, starts: ChainStarts, *, like: Tensor, depth: int | None = None) -> Callable[..., Any]:
         """run(function, *args): calls it and keeps its activations for backward, or has backward compute them again, as
-        those of these chains fit the device. like: an activation."""
-        size = self.kept_bytes(starts.positions.numel(), itemsize=like.element_size(), num_depths=starts.num_depths)
+        those of these chains up to a depth fit the device. like: an activation. depth: None: the last."""
+        num_depths = starts.num_depths if depth is None else depth + 1
+        size = self.kept_bytes(starts.positions.numel(), itemsize=like.element_size(), num_depths=num_depths)
         return call if is_kept(size, like.device) else recomputed
 
     def unroll(self, batch: DraftBatch, starts: ChainStarts) -> Iterator[Tensor]:

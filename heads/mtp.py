@@ -186,8 +186,8 @@ class MtpHead(OwnOutputReader):
             own.written = keys.written[:depth]  # when backward computes this depth again, it holds later ones too
             return self._step(tokens, hidden, drafted, None, own), own.written[-1]
 
-        run = self.runner(starts, like=hidden)
         for depth in range(1, starts.num_depths):
+            run = self.runner(starts, like=hidden, depth=depth)
             tokens, drafted = starts.take(ids, offset=depth + 1), starts.take(positions) + depth  # [B, S]
             hidden, added = run(step, depth, hidden, tokens, drafted)
             keys.written.append(added)

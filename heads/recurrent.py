@@ -194,8 +194,8 @@ class RecurrentHead(OwnOutputReader):
         contexts = self._contexts(read, stream, batch, starts, limit)
         x = starts.take(read)  # [B, S, in]; the last position, whose x_{t+1} is not known, is never supervised
         hidden = x if stream is read else starts.take(stream)  # [B, S, D]
-        run = self.runner(starts, like=x)
         for depth in range(starts.num_depths):
+            run = self.runner(starts, like=x, depth=depth)
             rotary = self.rotary(starts.take(batch.places) + depth, like=x, num_positions=limit)
             if depth == 0:
                 hidden, contexts = run(self._step, hidden, x, rotary, contexts)  # [B, S, D]

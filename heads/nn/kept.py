@@ -16,7 +16,7 @@ from .chain_attention import recomputing
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SHARE = 16  # a step keeps activations of at most this part of its device's memory
+SHARE = 8  # a step keeps activations of at most this part of its device's memory
 
 
 @cache
