@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .prompt_attention import is_prompt, prompt_attention
 from .split_attention import masked_attention
 
 NAME = "headstart_grouped"
@@ -47,6 +48,8 @@ def grouped_attention(
     if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
         with any_shape(query.device):
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if is_prompt(query):
+        return prompt_attention(query, key, value, attention_mask, scale=scaling).transpose(1, 2).contiguous(), None
     packed = query.reshape(num_rows, key.shape[1], groups * num_queries, head_dim)  # [B, Nkv, G * Q, H]
     mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask  # [B, 1, G * Q, P]
     with any_shape(query.device):
