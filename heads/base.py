@@ -188,8 +188,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         """Factors on the learning rate, by prefix of the parameters' names; 1 for all others."""
         return {}
 
-    def input_scales(self) -> dict[str, Tensor]:
-        """[in] factors that bring the channels of a matrix's input to one size, by its name: for Muon, see optim.py."""
+    def matrix_scales(self) -> dict[str, Tensor]:
+        """Factors, broadcast to a matrix [out, in], that bring its input channels to one size and its output channels to
+        one weight in the logits, by its name: for Muon, see optim.py."""
         return {}
 
     def vocabulary_matrices(self) -> list[Tensor]:

@@ -38,7 +38,7 @@ from .loss.functions import output_layer_rows
 from .nn.layers import Attention, RMSNorm, llama_config, serving_keys, window_keys
 from .parallel import ParallelConfig, last_and_behind, with_masks_behind
 from .recurrent import ChainState, LlamaLayer, RecurrentHead
-from .start.closed_form import OUTPUT_GAIN
+from .start.closed_form import OUTPUT_GAIN, sensitivity
 from .start.eagle3 import fit_start
 
 
@@ -169,8 +169,12 @@ class Eagle3Head(RecurrentHead):
         self.to(device)
         return lacking
 
-    def input_scales(self) -> dict[str, Tensor]:
-        return {} if self.feature_sizes is None else {"fc.weight": 1 / self.feature_sizes}
+    def matrix_scales(self) -> dict[str, Tensor]:
+        sensitive = sensitivity(self.target)
+        outputs = (sensitive.median() / sensitive).clamp_max(1)[:, None]  # [D, 1]
+        layers = [name for name, module in self.named_modules() if isinstance(module, LlamaLayer)]
+        written = {f"{name}.{part}.weight": outputs for name in layers for part in ("self_attn.o_proj", "mlp.down_proj")}
+        return written | {"fc.weight": outputs if self.feature_sizes is None else outputs / self.feature_sizes}
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         if factors[0] < 1:

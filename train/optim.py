@@ -52,8 +52,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon orthogonalises the momentum of a matrix, so that every direction of the update has the same size (Jordan 2024).
     It is scaled to the size of AdamW's updates (Liu et al. 2025), so that both use learning rates of the same order.
 
-    A matrix with `input_scale` [in] in its state is updated as if its input were multiplied by that and its columns
-    divided: `DraftHead.input_scales`.
+    A matrix with a `scale` in its state, broadcast to it, is updated as if it were divided by that, and its inputs or
+    outputs multiplied: `DraftHead.matrix_scales`.
     """
 
     def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]]):
@@ -81,7 +81,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None
-        scaled = [(p, p.grad, of["input_scale"]) for p, of in self.state.items() if "input_scale" in of]
+        scaled = [(p, p.grad, of["scale"]) for p, of in self.state.items() if "scale" in of]
         scaled = [(p, grad, scale) for p, grad, scale in scaled if grad is not None]
         for matrix, grad, scale in scaled:
             grad.mul_(scale)
@@ -119,9 +119,9 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
         return torch.optim.AdamW(others, betas=BETAS, fused=True)
     matrices = groups(inner, peak=config.matrix_learning_rate or peak, decay=decay)
     optimizer = MuonAdamW(matrices, others)
-    for name, scale in head.input_scales().items():
+    for name, scale in head.matrix_scales().items():
         if name in inner:
-            optimizer.state[named[name]]["input_scale"] = scale.to(named[name])
+            optimizer.state[named[name]]["scale"] = scale.to(named[name])
     return optimizer
 
 

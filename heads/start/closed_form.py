@@ -162,6 +162,16 @@ def final_gain(target: Target) -> tuple[Tensor, Tensor]:
     return gain, gain.where(gain.abs() > 1e-3, torch.inf)
 
 
+def sensitivity(target: Target) -> Tensor:
+    """[D] fp32: how far logits move with each channel of the states that the final norm's gain multiplies, as the root
+    mean square over tokens. Gemma 3's are up to thirty times the median, in channels that its states hardly use."""
+    rows, total = target.output_layer.weight, torch.zeros(2, target.hidden_size, device=target.device)
+    for part in rows.split(8192):  # all of a large vocabulary in fp32 would take gigabytes
+        total += torch.stack([part.float().sum(0), part.float().square().sum(0)])
+    mean, squares = (total / len(rows)).double()
+    return target.final_norm_scale().abs() * (squares - mean.square()).clamp_min(0).sqrt().float().clamp_min(1e-6)
+
+
 def best_scale(logits: Tensor, probs: Tensor) -> float:
     """The factor in 0.1, 0.2, ..., 1 on logits [n, Vd] with the least cross entropy to probs [n, Vd]."""
     scales = [i / 10 for i in range(1, 11)]

@@ -33,6 +33,7 @@ from .closed_form import (
     fresh_size,
     ridge,
     rms,
+    sensitivity,
     too_few,
 )
 from .copying import Role, TokenCode, attended, find_tokens, roles_of, token_code
@@ -149,10 +150,11 @@ def fit_layer(head: Any, batches: Sequence[DraftBatch], at: Positions, *, code: 
 
     inputs, change = regressed_along_chains(hidden, at.goes_on, inputs_at, missing_of)
     attention.o_proj.weight.zero_()
-    predicted, start = hidden, 0
+    weights = sensitivity(head.target).cpu()
+    weights, predicted, start = weights / weights.median(), hidden, 0
     for role, num in zip([own, *copying], (2 * size, size), strict=False):
         part = slice(start, start := start + num)
-        values, directions = low_rank(inputs[:, part], change[part], len(role.values))
+        values, directions = low_rank(inputs[:, part], change[part], len(role.values), of_outputs=weights)
         of_values = fresh_size(attention.v_proj) * SCALE / rms(values)
         used = slice(values.shape[1])
         attention.v_proj.weight[role.values[used]] = F.pad(of_values * values.T, (0, 2 * size - num))
@@ -191,11 +193,12 @@ def channel_sizes(x: Tensor) -> Tensor:
     return sizes.clamp_min(max(1e-3 * float(sizes.mean()), 1e-6))
 
 
-def low_rank(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [in, rank] and [out, rank] of a map [in, out], such that outputs for x [n, in] change least."""
-    outputs = x @ weight
+def low_rank(x: Tensor, weight: Tensor, rank: int, *, of_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [in, rank] and [out, rank] of a map [in, out], such that outputs for x [n, in] change least, their channels
+    weighted by `of_outputs` [out]."""
+    outputs = x @ (weight * of_outputs)
     directions = torch.linalg.eigh((outputs.T @ outputs).double())[1][:, -rank:].float()
-    return weight @ directions, directions
+    return (weight * of_outputs) @ directions, directions / of_outputs[:, None]
 
 
 def look_at_itself(attention: Attention, constant: Tensor, frequencies: Tensor, *, key_heads: Tensor) -> None:
