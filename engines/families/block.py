@@ -48,7 +48,7 @@ IN_SPECULATORS = {**PLAIN, "dspark": "DSparkDraftModel"}
 ROTATIONS = ("default", "linear", "yarn")  # that llama.cpp's graph has
 TRAINED = ("num_depths", "sample_from_anchor", "feature_layers", "mask_token_id")  # of the head's own config
 MARKOV_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-# keys that some folders have in dflash_config alone
+# keys that some folders have in dflash_config alone, and vLLM reads there first
 NESTED = ("mask_token_id", "target_layer_ids", "block_size", *DFLASH2_KEYS, *LILICORR_KEYS)
 # keys of a GGUF file, by those of config.json
 IN_GGUF = {key: key for key in ("block_size", "sample_from_anchor", *DFLASH2_KEYS)}
@@ -378,10 +378,11 @@ def plain_config(config: TypedKeys) -> TypedKeys:
 
     The speculators library counts inputs of layers, and keeps the layers' keys in a nested config.
     """
-    layer, nested = config.inner("transformer_layer_config"), config.inner("dflash_config")
-    plain = {**layer.values, **{key: nested.values[key] for key in NESTED if key in nested.values}, **config.values}
-    ids = config.read("aux_hidden_state_layer_ids", list[int])
-    if ids is not None:
+    layer = config.inner("transformer_layer_config")
+    nested = TypedKeys({}) if layer.values else config.inner("dflash_config")  # vLLM makes its own of the former
+    first = {key: nested.values[key] for key in NESTED if nested.values.get(key) is not None}
+    plain = {**layer.values, **config.values, **first}
+    if (ids := config.read("aux_hidden_state_layer_ids", list[int])) is not None:
         plain["target_layer_ids"] = [i - 1 for i in ids]
     is_dspark = (config.read("architectures", list[str]) or [DFLASH]) not in ALL_DFLASH
     plain.setdefault("sample_from_anchor", is_dspark and not layer.values)

@@ -92,9 +92,10 @@ def test_what_is_exported_comes_back_the_same(kind, trained, same_drafts, on_dis
         ({"use_swa": True}, {"layer_types": ...}),
         ({"use_swa": True, "swa_window_size": 6}, {"layer_types": ["full_attention"] * 2, "sliding_window": ...}),
         ({"swa_window_size": 6, "causal": False}, {"sliding_window": 9}),
+        ({"causal": False}, {"mask_token_id": 5, "target_layer_ids": [0, 3]}),
     ],
 )
-def test_a_window_is_read_where_vllm_reads_it(nested, beside, trained, same_drafts, tmp_path):
+def test_dflash_config_comes_first_as_in_vllm(nested, beside, trained, same_drafts, tmp_path):
     head, run = trained(**KINDS["dflash, a window"])
 
     def publish(config, tensors):
