@@ -231,7 +231,7 @@ class AutoRun(Session[AutoSettings, AutoJournal]):
         journal = self.journal
         if journal.rungs or journal.chosen or journal.report:
             return False
-        journal.serving = journal.machine = journal.learning_until = None
+        journal.serving = journal.machine = journal.learning_until = journal.evaluation = None
         journal.least_budget = 0.0
         if journal.answers is None:
             journal.answers_until = None

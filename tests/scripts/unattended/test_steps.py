@@ -9,7 +9,7 @@ import torch
 from headstart import __version__
 from headstart.base.errors import BadInput
 from headstart.scripts.unattended.running.clock import Clock
-from headstart.scripts.unattended.running.journal import Machine, Rung
+from headstart.scripts.unattended.running.journal import Evaluation, Machine, Rung
 from headstart.scripts.unattended.running.session import AutoRun, AutoSettings
 from headstart.scripts.unattended.running.steps import CommandRunner
 from headstart.train.watching.stopping import Stopping
@@ -102,10 +102,12 @@ def test_on_another_machine_times_are_taken_again_until_candidates_learn_by_them
                 if is_timed:
                     run.journal.machine = Machine(10.0, "float32", 1.0, 10, [])
                     run.journal.least_budget, run.journal.answers_until, run.journal.learning_until = 30.0, 15.0, 45.0
+                    run.journal.evaluation = Evaluation(8, 3)
                 run.journal.rungs = [Rung({"medusa": 10})] * is_learning
                 run.write()
             else:
                 journal = run.journal
                 times = [journal.machine, journal.least_budget, journal.answers_until, journal.learning_until]
-                assert [bool(time) for time in times] == [is_learning] * 4 and ", 1 threads, headstart " in told
+                planned = [*times, journal.evaluation]
+                assert [bool(part) for part in planned] == [is_learning] * 5 and ", 1 threads, headstart " in told
                 assert told.strip().endswith(ending)
