@@ -55,6 +55,8 @@ FOUND = (
     "state_bytes",
 )
 torch.set_num_threads(1)  # tests run side by side, a process per core
+# in a forked child torch makes its pool anew, and fails if two threads do so at once: so its first thread does
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
