@@ -189,8 +189,8 @@ class DraftHead(nn.Module, Drafter, Expands):
         return {}
 
     def matrix_scales(self) -> dict[str, Tensor]:
-        """Factors, broadcast to a matrix [out, in], that bring its input channels to one size and its output channels to
-        one weight in the logits, by its name: for Muon, see optim.py."""
+        """By a matrix's name factors, broadcast to it [out, in], that bring its inputs to one size and its outputs to one
+        weight in the logits: for Muon, see optim.py."""
         return {}
 
     def vocabulary_matrices(self) -> list[Tensor]:

@@ -173,7 +173,9 @@ class Eagle3Head(RecurrentHead):
         sensitive = sensitivity(self.target)
         outputs = (sensitive.median() / sensitive).clamp_max(1)[:, None]  # [D, 1]
         layers = [name for name, module in self.named_modules() if isinstance(module, LlamaLayer)]
-        written = {f"{name}.{part}.weight": outputs for name in layers for part in ("self_attn.o_proj", "mlp.down_proj")}
+        written = {
+            f"{name}.{part}.weight": outputs for name in layers for part in ("self_attn.o_proj", "mlp.down_proj")
+        }
         return written | {"fc.weight": outputs if self.feature_sizes is None else outputs / self.feature_sizes}
 
     def scale_outputs(self, factors: Sequence[float]) -> None:

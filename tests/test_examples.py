@@ -163,6 +163,31 @@ def test_agents(tmp_path, capsys):
     assert (card.kept, sum(split["rows"] for split in card.splits.values())) == (len(rows), len(rows))
 
 
+@pytest.mark.parametrize("chats", [False, True])
+def test_long_prompts(chats, saved_target, tmp_path, capsys, monkeypatch):
+    """A place's prompts end alike, and a longer one has more in front."""
+    module, folder, output = load("long_prompts"), tmp_path / "texts", tmp_path / "prompts.jsonl"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(" ".join(f"w{3 + (i * 7 + j) % 40}" for j in range(60)))
+    monkeypatch.setattr(module, "FEWEST", 20)
+    if chats:
+        told = shutil.copytree(saved_target, tmp_path / "chats")
+        (told / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        saved_target = told
+    module.main(str(saved_target), str(folder), str(output), "64", "24")
+    rows, said = read_jsonl(output), capsys.readouterr().out
+    assert said.startswith(f"{len(rows)} prompts of ") and len(rows) >= 2
+    if not chats:
+        assert [row["category"] for row in rows] == ["24", "64"] * (len(rows) // 2)
+        assert all(long["prompt"].endswith(short["prompt"]) for short, long in zip(rows[::2], rows[1::2], strict=True))
+        assert [len(rows[i]["prompt"].split()) for i in (0, 1)] == [24, 64]
+        return
+    assert {row["category"] for row in rows} == {f"{kind} {n}" for kind in ("summary", "needle") for n in (24, 64)}
+    needle = next(row for row in rows if row["category"] == "needle 64")["messages"][0]["content"]
+    assert needle.startswith("The access code is 17919.") and needle.endswith(module.NEEDLE)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 def test_rl_by_trl(rl, saved_target):

@@ -194,8 +194,8 @@ def channel_sizes(x: Tensor) -> Tensor:
 
 
 def low_rank(x: Tensor, weight: Tensor, rank: int, *, of_outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors [in, rank] and [out, rank] of a map [in, out], such that outputs for x [n, in] change least, their channels
-    weighted by `of_outputs` [out]."""
+    """Factors [in, rank] and [out, rank] of a map [in, out], such that outputs for x [n, in] change least, with their
+    channels weighted by `of_outputs` [out]."""
     outputs = x @ (weight * of_outputs)
     directions = torch.linalg.eigh((outputs.T @ outputs).double())[1][:, -rank:].float()
     return (weight * of_outputs) @ directions, directions / of_outputs[:, None]

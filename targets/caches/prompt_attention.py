@@ -1,5 +1,5 @@
-"""Masked attention of many queries on a CPU, as of a prompt: blocks of queries read only the keys that any of them sees,
-so that a causal mask costs half and a sliding window costs its width."""
+"""Masked attention of many queries on a CPU, as of a prompt: a block of queries reads only the keys that any of them
+sees, so that a causal mask costs half and a sliding window costs its width."""
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ def is_prompt(query: Tensor) -> bool:
 
 
 def prompt_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention [B, N, Q, H of values] of queries [B, N, Q, H] over keys and values [B, Nkv, P, ...]; mask [B, 1, Q, P],
-    additive or bool."""
+    """Attention [B, N, Q, H of values] of queries [B, N, Q, H] over keys and values [B, Nkv, P, ...]; the mask
+    [B, 1, Q, P] is additive or bool."""
     groups, mixed = query.shape[1] // key.shape[1], list[Tensor]()
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     queries, masks = (x.split(QUERY_BLOCK, 2) for x in (query, mask))

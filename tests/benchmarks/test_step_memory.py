@@ -91,8 +91,8 @@ MEASURED_CELLS = {"T 4096, V 152064": kept.SHARE, "T 8192, V 152064 of which 320
 
 @pytest.mark.parametrize("name", MEASURED_CELLS)
 def test_the_estimate_is_what_a_gpu_measured(name, monkeypatch):
-    """EAGLE-3 at 8B shape on an H200: its allocator's peak. The longer row was measured when backward computed all depths
-    again that do not fit together."""
+    """EAGLE-3 at 8B shape on an H200: its allocator's peak. The longer row was measured when backward computed all
+    depths again that do not fit together."""
     monkeypatch.setattr(kept, "SHARE", MEASURED_CELLS[name])
     cells = json.loads(MEASURED.read_text())["cells"]
     cell = next(cell for key, cell in cells.items() if key == f"eagle3, 7 depths, {name}")

@@ -84,20 +84,21 @@ def test_a_fitted_head_with_as_many_drafted_tokens_as_channels_takes_a_step(conf
     assert not torch.equal(head.fc.weight, before)
 
 
-def test_a_matrix_with_input_scales_is_updated_as_if_its_input_were_scaled(config, target):
-    """Two equal functions of x, W x and (W / s) (s x), stay equal."""
-    scale = torch.rand(6) * 10 + 0.1
+@pytest.mark.parametrize("of_outputs", [False, True])
+def test_a_matrix_with_a_scale_is_updated_as_if_inputs_and_outputs_were_scaled(of_outputs):
+    """Two equal functions of x, W x and o (W / (o s)) (s x), stay equal."""
+    scale, outputs = torch.rand(6) * 10 + 0.1, torch.rand(4, 1) + 0.1 if of_outputs else torch.ones(4, 1)
     plain, scaled = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
-    plain.data.copy_(scaled.data / scale)
+    plain.data.copy_(scaled.data / (outputs * scale))
     optimizers = [MuonAdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.1}], []) for p in (plain, scaled)]
-    optimizers[1].state[scaled]["input_scale"] = scale
+    optimizers[1].state[scaled]["scale"] = outputs * scale
     for _ in range(3):
         x = torch.randn(10, 6)
-        for optimizer, p, read in zip(optimizers, (plain, scaled), (x * scale, x), strict=True):
+        for optimizer, p, read, by in zip(optimizers, (plain, scaled), (x * scale, x), (outputs.T, 1.0), strict=True):
             optimizer.zero_grad()
-            (read @ p.T).tanh().square().sum().backward()
+            (by * (read @ p.T)).tanh().square().sum().backward()
             optimizer.step()
-    torch.testing.assert_close(scaled / scale, plain, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(scaled / (outputs * scale), plain, rtol=1e-3, atol=1e-5)
 
 
 def test_a_muon_step_turns_the_gradient_into_a_matrix_of_even_directions(head, config):

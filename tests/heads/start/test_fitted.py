@@ -13,6 +13,8 @@ from headstart.heads.block_start import fit_markov, look_at_context
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.nn.block_layer import MarkovHead
+from headstart.heads.start.closed_form import sensitivity
+from headstart.heads.start.eagle3 import low_rank
 
 BLOCK: dict[str, Any] = {"num_layers": 1, "loss": {"soft_ce": 1.0}, "feature_layers": [1, 2], "num_depths": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -73,6 +75,35 @@ def test_a_block_head_is_fitted_alike_on_states_of_labels_alone(target, batches)
 def head_of(target, start: Any = "random", **more) -> Any:
     config = BlockConfig(feature_layers=[1, 2], num_layers=1, num_depths=3, start=start, **more)
     return build_head(config, target)
+
+
+def test_a_low_rank_map_keeps_the_channels_that_weigh_most():
+    torch.manual_seed(0)
+    x, weight, of_outputs = torch.randn(50, 6), torch.randn(6, 8), torch.ones(8)
+    of_outputs[3] = 1e3
+    inputs, directions = low_rank(x, weight, 1, of_outputs=of_outputs)
+    kept = x @ inputs @ directions.T
+    torch.testing.assert_close(kept[:, 3], (x @ weight)[:, 3], rtol=1e-2, atol=1e-2)
+    assert (kept[:, :3] - (x @ weight)[:, :3]).norm() > 1
+
+
+def test_a_step_moves_channels_less_that_logits_depend_on_more(target):
+    """As those of Gemma 3 that its final norm enlarges; other channels as ever."""
+    gain, sizes = target.final_norm.weight, torch.rand(2 * target.hidden_size) + 0.5
+    head, before = build_head(Eagle3Config(feature_layers=[1, 2]), target), gain.detach().clone()
+    try:
+        with torch.no_grad():
+            gain[5] *= 40
+        sensitive, scales = sensitivity(target), head.matrix_scales()
+    finally:
+        gain.data.copy_(before)
+    expected = (sensitive.median() / sensitive).clamp_max(1)
+    assert expected.argmin() == 5 and expected[5] < 0.1 and (expected == 1).sum() >= len(expected) // 2
+    assert set(scales) == {"fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"}
+    assert all(torch.equal(scale[:, 0], expected) for scale in scales.values())
+    plain = head.matrix_scales()["fc.weight"]
+    head.feature_sizes = sizes
+    torch.testing.assert_close(head.matrix_scales()["fc.weight"] * sizes, plain.expand(-1, len(sizes)))
 
 
 def test_the_markov_head_starts_as_what_follows_each_token():
