@@ -12,7 +12,7 @@ from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
 from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, of_request, tools_in
-from ...targets.images.pictures import ADDRESS, PART, UnreadablePicture, as_part, as_url, is_picture
+from ...targets.images.pictures import ADDRESS, PART, UnreadablePicture, as_part, as_url, beside, is_picture
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
@@ -131,16 +131,17 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
 
 
 def as_sent(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-    """The row with its pictures as data URLs, but for addresses of what is no file here, which the server may know.
-    Raises UnreadablePicture."""
+    """The row with its pictures as OpenAI's API takes them: data URLs, but for addresses of what is no file here, which
+    the server may know. Raises UnreadablePicture."""
     if not has_parts(row):
         return row
-    own = iter(row.get("images") or ())
+    own = iter(beside(row))
 
     def sent(part: Any) -> Any:
-        source = as_part(part, own, origin)[PART] if is_picture(part) else ""
-        is_here = source and not ADDRESS.match(source)
-        return {"type": "image_url", "image_url": {"url": as_url(source)}} if is_here else part
+        if not is_picture(part):
+            return part
+        source = as_part(part, own, origin)[PART]
+        return {"type": "image_url", "image_url": {"url": source if ADDRESS.match(source) else as_url(source)}}
 
     def message(given: Any) -> Any:
         parts = given.get("content") if isinstance(given, Mapping) else None

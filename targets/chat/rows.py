@@ -17,7 +17,7 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...base.jsonl import loads
-from ..images.pictures import KEYS
+from ..images.pictures import beside
 from .messages import Message, normalise
 
 CHAT_KEYS = ("messages", "conversations", "turns")
@@ -133,8 +133,7 @@ def chat_of(data: Mapping[str, Any], origin: str, *, defaults: Variables | None 
     Raises: BadInput if its messages are malformed, `tools` are no JSON, or a variable is none.
     """
     data = known_keys(data)
-    own = next((data[key] for key in KEYS if data.get(key)), ())
-    messages = normalise(_turns(data, origin), origin, own if isinstance(own, list) else [own] if own else ())
+    messages = normalise(_turns(data, origin), origin, beside(data))
     system = data.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

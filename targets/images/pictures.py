@@ -45,6 +45,12 @@ def with_pictures(ids: list[int], pictures: Sequence[str]) -> list[int]:
     return ImagePrompt(ids, pictures) if pictures else ids
 
 
+def beside(row: Mapping[str, Any]) -> Sequence[Any]:
+    """The pictures that stand beside a row's messages, in order."""
+    given = next((row[key] for key in KEYS if row.get(key)), [])
+    return given if isinstance(given, list) else [given]
+
+
 def is_picture(part: Any) -> bool:
     """Whether a part of a message, in any of the forms above, is a picture."""
     return isinstance(part, Mapping) and part.get("type") in (PART, "image_url")

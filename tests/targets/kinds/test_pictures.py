@@ -199,10 +199,15 @@ def test_a_server_is_sent_pictures_as_data_urls(tmp_path):
     [row] = [as_sent({"messages": asked}, f"{tmp_path}/rows.jsonl:3")]
     assert row["messages"][0]["content"] == sent["content"]
     for address in (f"file://{tmp_path}/a.png", "file:///none.png", "s3://bucket/a.png", "https://host/a.png"):
-        part = {"type": "image_url", "image_url": {"url": address}}
-        row = as_sent({"messages": [{"role": "user", "content": [part]}]}, f"{tmp_path}/rows.jsonl:3")
-        is_here = address.endswith(f"{tmp_path}/a.png")
-        assert row["messages"][0]["content"] == [sent["content"][1] if is_here else part], "the server may know it"
+        part, is_here = {"type": "image_url", "image_url": {"url": address}}, address.endswith(f"{tmp_path}/a.png")
+        for given, beside in (
+            (part, {}),
+            ({"type": "image", "image": address}, {}),
+            ({"type": "image"}, {"images": [address]}),
+            ({"type": "image"}, {"image": address}),
+        ):
+            row = as_sent({"messages": [{"role": "user", "content": [given]}], **beside}, f"{tmp_path}/rows.jsonl:3")
+            assert row["messages"][0]["content"] == [sent["content"][1] if is_here else part], "the server may know it"
     with pytest.raises(BadInput, match="in no known form"):
         normalise([{"role": "user", "content": [{"type": "image"}]}], "rows.jsonl:1")
 
