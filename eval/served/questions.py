@@ -12,7 +12,7 @@ from ...base.jsonl import iter_jsonl
 from ...targets.chat.messages import for_api
 from ...targets.chat.prompts import chat_prompt_ids, plain_prompt, prompt_ids
 from ...targets.chat.rows import DAY, VARIABLES, chat_of, is_chat, of_request, tools_in
-from ...targets.images.pictures import ADDRESS, PART, UnreadablePicture, as_part, as_url, beside, is_picture
+from ...targets.images.pictures import ADDRESS, PART, UnreadablePicture, as_part, as_url, beside, is_picture, sources_in
 from ..suites.prompts import DEFAULT_CHAT, NEEDS_CHAT, ChatOptions
 
 TURN = ", turn "  # between a row and the number of a recorded turn
@@ -131,8 +131,11 @@ def question_of(row: Mapping[str, Any], origin: str, tokenizer: Any, chat: ChatO
 
 
 def as_sent(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-    """The row with its pictures as OpenAI's API takes them: data URLs, but for addresses of what is no file here, which
-    the server may know. Raises UnreadablePicture."""
+    """The row with its pictures as OpenAI's API takes them, in `messages`: data URLs, but for addresses of what is no
+    file here, which the server may know. Raises UnreadablePicture."""
+    if is_chat(row) and row.get("messages") is None:
+        messages = chat_of(row, origin).messages
+        row = {**row, "messages": messages} if sources_in(messages) else row
     if not has_parts(row):
         return row
     own = iter(beside(row))

@@ -196,8 +196,9 @@ def test_a_server_is_sent_pictures_as_data_urls(tmp_path):
     asked = [{"role": "user", "content": [{"type": "text", "text": "w3"}, {"type": "image", "image": "a.png"}]}]
     [sent] = map(for_api, normalise(asked, f"{tmp_path}/rows.jsonl:3"))
     assert sent["content"][1]["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
-    [row] = [as_sent({"messages": asked}, f"{tmp_path}/rows.jsonl:3")]
-    assert row["messages"][0]["content"] == sent["content"]
+    for shape in ("messages", "conversations", "prompt"):
+        row = as_sent({shape: asked}, f"{tmp_path}/rows.jsonl:3")
+        assert row["messages"][0]["content"] == sent["content"]
     for address in (f"file://{tmp_path}/a.png", "file:///none.png", "s3://bucket/a.png", "https://host/a.png"):
         part, is_here = {"type": "image_url", "image_url": {"url": address}}, address.endswith(f"{tmp_path}/a.png")
         for given, beside in (
