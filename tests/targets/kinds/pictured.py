@@ -86,6 +86,7 @@ def image_target(name: str, folder: Path, kind: Kind | None = None) -> Path:
     extra = {"extra_special_tokens": shown_by} if shown_by else {}
     special_words = ["end", *special.split()]
     tokenizer = word_tokenizer(names, bos_token="begin", additional_special_tokens=special_words, **extra)
+    tokenizer.add_tokens(names)  # for Qwen3.5 transformers takes a tokenizer of bytes, which keeps none but these
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", shown)
     processor(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

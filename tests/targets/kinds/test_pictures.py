@@ -75,6 +75,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_prompts_are_what_the_processor_makes(world):
     assert [one["input_ids"][0].tolist() for one in world.inputs] == world.prompts
     assert len({len(pictures_of(prompt)) for prompt in world.prompts}) == 2
+    assert all(sum(5 < id < 500 for id in prompt) > 2 for prompt in world.prompts), "the words of the rows too"
 
 
 def test_greedy_texts_are_transformers_own(world):
