@@ -189,8 +189,8 @@ class DraftHead(nn.Module, Drafter, Expands):
         return {}
 
     def matrix_scales(self) -> dict[str, Tensor]:
-        """By a matrix's name factors, broadcast to it [out, in], that bring its inputs to one size and its outputs to one
-        weight in the logits: for Muon, see optim.py."""
+        """By a matrix's name factors, broadcast to it [out, in], that bring its inputs to one size and its outputs to
+        one weight in the logits: for Muon, see optim.py."""
         return {}
 
     def vocabulary_matrices(self) -> list[Tensor]:

@@ -35,7 +35,11 @@ def evaluate(
     *,
     target: Annotated[str, TARGET(help="The target: local folder or hub id.")],
     dtype: Annotated[
-        str, TARGET(help="float32, bfloat16, float16, auto; default: as stored, on a CPU float32 where bf16 is slow.")
+        str,
+        TARGET(
+            help="float32, bfloat16, float16, auto, in this process (a server's: --engine-args); default: as stored, "
+            "on a CPU float32 where bf16 is slow."
+        ),
     ] = "",
     device: Annotated[str, TARGET(help="cpu, cuda, cuda:1 ...; default: cuda where there is one.")] = "",
     adapter: Annotated[
