@@ -16,6 +16,7 @@ from .own_forward import below_best, first_not_own, own_logits, own_step_logits,
 from .runner import Runner
 
 NUM_PROMPTS, MOST_TOKENS = 4, 64  # that are checked; new tokens of each
+MOST_READ = 8192  # tokens of prompts behind which no further one is checked: each is read three times
 MOST_NOISE = 5  # times how far the model's own steps are from its whole forward
 
 
@@ -23,7 +24,7 @@ def check_baseline(runner: Runner, parts: Sequence[Suite]) -> None:
     """Hold what the baseline computes behind the first prompts against the model's own forwards.
 
     Raises: BadInput if its greedy texts or its logits differ by more than rounding."""
-    config, left = runner.config, NUM_PROMPTS
+    config, left, num_read = runner.config, NUM_PROMPTS, 0
     if config.temperature > 0:
         greedy = replace(config, temperature=0.0, top_k=0, top_p=1.0)
         runner = Runner(runner.target, None, [prompt for part in parts for prompt in part.prompts], greedy)
@@ -32,8 +33,8 @@ def check_baseline(runner: Runner, parts: Sequence[Suite]) -> None:
         texts, states = decode_baseline(engine, part.prompts, min(MOST_TOKENS, config.max_new_tokens))
         for row in range(min(left, len(texts))):
             check_text(engine, part.prompts[row], texts[row], states[row : row + 1], where=part.sources[row].row)
-        left -= len(texts)
-        if left <= 0:
+        left, num_read = left - len(texts), num_read + sum(map(len, part.prompts))
+        if left <= 0 or num_read >= MOST_READ:
             return
 
 

@@ -70,14 +70,16 @@ def test_what_the_engine_decodes_wrongly_is_not_measured(fault, changes, target,
     assert "behind prompt 0" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_check_is_of_four_prompts_and_64_tokens(size, target, monkeypatch):
+@pytest.mark.parametrize(("size", "is_long", "num"), [(1, False, 4), (3, False, 4), (1, True, 2)])
+def test_the_check_is_of_four_prompts_or_fewer_long_ones_and_64_tokens(size, is_long, num, target, monkeypatch):
     seen, suite = [], Suite("six", PROMPTS)
     monkeypatch.setattr(baseline, "check_text", lambda _, prompt, new, states, **how: seen.append((prompt, new)))
+    if is_long:
+        monkeypatch.setattr(baseline, "MOST_READ", len(PROMPTS[0]) + 1)
     runner = Runner(target, None, PROMPTS, MeasureConfig(max_new_tokens=80, batch_size=size))
     check_baseline(runner, [suite.subset(range(start, start + size)) for start in range(0, 6, size)])
-    assert [prompt for prompt, _ in seen] == PROMPTS[:4]
-    assert [new for _, new in seen] == [text[:64] for text in runner(PROMPTS[:4], 0).token_ids]
+    assert [prompt for prompt, _ in seen] == PROMPTS[:num]
+    assert [new for _, new in seen] == [text[:64] for text in runner(PROMPTS[:num], 0).token_ids]
 
 
 def checked(target):
