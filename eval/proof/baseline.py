@@ -16,7 +16,7 @@ from .own_forward import below_best, first_not_own, own_logits, own_step_logits,
 from .runner import Runner
 
 NUM_PROMPTS, MOST_TOKENS = 4, 64  # that are checked; new tokens of each
-MOST_READ = 8192  # tokens of prompts behind which no further one is checked: each is read three times
+MOST_READ = 8192  # tokens of all prompts that are checked, but for the first: each is read three times
 MOST_NOISE = 5  # times how far the model's own steps are from its whole forward
 
 
@@ -29,12 +29,15 @@ def check_baseline(runner: Runner, parts: Sequence[Suite]) -> None:
         greedy = replace(config, temperature=0.0, top_k=0, top_p=1.0)
         runner = Runner(runner.target, None, [prompt for part in parts for prompt in part.prompts], greedy)
     for part in parts:
+        num_read += sum(map(len, part.prompts))
+        if part is not parts[0] and num_read > MOST_READ:
+            return
         engine = runner.engine(len(part.prompts))
         texts, states = decode_baseline(engine, part.prompts, min(MOST_TOKENS, config.max_new_tokens))
         for row in range(min(left, len(texts))):
             check_text(engine, part.prompts[row], texts[row], states[row : row + 1], where=part.sources[row].row)
-        left, num_read = left - len(texts), num_read + sum(map(len, part.prompts))
-        if left <= 0 or num_read >= MOST_READ:
+        left -= len(texts)
+        if left <= 0:
             return
 
 
