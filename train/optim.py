@@ -121,7 +121,7 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
     optimizer = MuonAdamW(matrices, others)
     for name, scale in head.matrix_scales().items():
         if name in inner:
-            optimizer.state[named[name]]["scale"] = scale.to(named[name])
+            optimizer.state[named[name]]["scale"] = scale.to(named[name], copy=True)
     return optimizer
 
 
