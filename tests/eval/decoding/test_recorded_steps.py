@@ -63,6 +63,7 @@ def recorded_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "compiled", record)
     for module in ("tree_nodes", "cache", "state_cache"):  # as on a GPU
         monkeypatch.setattr(f"headstart.targets.caches.{module}.is_readable", lambda _: False)
+    monkeypatch.setattr("headstart.targets.caches.attention.is_prompt", lambda _: False)
 
 
 @pytest.fixture
