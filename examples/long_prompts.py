@@ -19,7 +19,7 @@ from headstart.targets.loading import TargetConfig, load_tokenizer
 
 NUM_PLACES = 8
 KINDS = (".py", ".md", ".rst", ".txt")
-FEWEST = 400  # tokens of the last text in front of a place: what the shortest prompt ends in is one text
+FEWEST = 400  # tokens of the last text in front of a place
 SUMMARY = "In three sentences: what is the last part of the text above about?"
 NEEDLE = "Which number is the access code that the text above names at its beginning? Answer with the number alone."
 

@@ -14,7 +14,7 @@ _ranges = WeakTensorKeyDictionary()  # by mask, which all layers of a kind are g
 
 
 def is_prompt(query: Tensor) -> bool:
-    """Whether queries [B, N, Q, H] are so many, and on a CPU."""
+    """Whether queries [B, N, Q, H] are at least FEWEST_QUERIES, on a CPU, and not being compiled."""
     return query.device.type == "cpu" and query.shape[2] >= FEWEST_QUERIES and not torch.compiler.is_compiling()
 
 
