@@ -14,7 +14,7 @@ from ...heads.drafting.trees import Tree
 from ...targets.images.pictures import pictures_of, with_pictures
 from ...targets.target import Target
 from .engine import DecodeState, Engine
-from .replay import Stopwatch
+from .replay import Stopwatch, to_device
 from .sampling import Sampling
 from .stopping import Stop
 from .verify import AcceptRule
@@ -83,19 +83,23 @@ class Texts:
         """Tokens of the longest row, prompt included."""
         return max(len(prompt) + len(new) for prompt, new in zip(self.prompts, self.new, strict=True))
 
+    def add(self, row: int, tokens: list[int]) -> list[int]:
+        """Commit a row's tokens up to its end, emit up to max_new_tokens; returns the committed ones."""
+        if self.ended[row]:
+            return []
+        end = self.stop.first(self.new[row], tokens)
+        self.new[row] += tokens[:end][: self.max_new_tokens - len(self.new[row])]
+        self.ended[row] = end is not None or len(self.new[row]) >= self.max_new_tokens
+        return tokens[:end]
+
     def commit(self, accepted: list[int], chosen: list[list[int]], *, num_drafted: int) -> Round:
-        """Commit each row's accepted tokens and bonus up to its end, emit up to max_new_tokens. Times are set later."""
+        """`add` each row's accepted tokens and bonus. Times are set later."""
         committed = Round(0.0, num_drafted, [], [], [])
         for i, (num, tokens) in enumerate(zip(accepted, chosen, strict=True)):
-            tokens = [] if self.ended[i] else tokens[: num + 1]
-            num_left = self.max_new_tokens - len(self.new[i])
-            end = self.stop.first(self.new[i], tokens)
-            tokens = tokens[:end]
+            num_before, tokens = len(self.new[i]), self.add(i, tokens[: num + 1])
             committed.num_accepted.append(min(num, len(tokens)))
             committed.num_committed.append(len(tokens))
-            committed.num_emitted.append(min(len(tokens), num_left))
-            self.new[i] += tokens[:num_left]
-            self.ended[i] |= end is not None or len(self.new[i]) >= self.max_new_tokens
+            committed.num_emitted.append(len(self.new[i]) - num_before)
         return committed
 
 
@@ -202,8 +206,8 @@ class Decoding:
 def right_padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of any lengths as a tensor [B, T], and their lengths [B]."""
     longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-    return tokens, torch.tensor([len(row) for row in rows], device=device)
+    tokens = to_device([row + [0] * (longest - len(row)) for row in rows], device)
+    return tokens, to_device([len(row) for row in rows], device)
 
 
 class Prefilled(NamedTuple):
@@ -214,14 +218,12 @@ class Prefilled(NamedTuple):
     commit_seconds: float
 
 
-def prefill(engine: Engine, texts: Texts, watch: Stopwatch, *, num_kept: int = 0) -> Prefilled:
-    """Read the prompts: the target, behind `num_kept` tokens of its cache (no drafter then), and the drafter."""
+def prefill(engine: Engine, texts: Texts, watch: Stopwatch) -> Prefilled:
+    """Read the prompts: the target and the drafter."""
     started = watch.now()
     tokens, num_valid = right_padded(texts.prompts, engine.target.device)
     pictures = [pictures_of(prompt) for prompt in texts.prompts]
-    output, last = engine.prefill(
-        tokens, num_valid, num_kept=num_kept, pictures=pictures
-    )  # last [B, 1]: committed, not yet read
+    output, last = engine.prefill(tokens, num_valid, pictures=pictures)  # last [B, 1]: committed, not yet read
     next_tokens = torch.cat([tokens[:, 1:], last], 1).scatter(1, num_valid[:, None] - 1, last)  # [B, T]
     first = texts.commit([0] * len(last), last.tolist(), num_drafted=0)
     first.seconds = first.verify_seconds = watch.now() - started

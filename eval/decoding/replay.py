@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import pairwise
@@ -159,6 +159,28 @@ class Graph:
                 own.copy_(given)
         self.graph.replay()
         return self.outputs
+
+
+def to_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """A tensor of values that the host has; a GPU copies them behind its work, and the host does not wait for it."""
+    is_gpu = device.type == "cuda"
+    return torch.tensor(values, pin_memory=is_gpu).to(device, non_blocking=is_gpu)
+
+
+class HostCopy:
+    """A tensor on its way to the host: a GPU copies it behind what it was given before."""
+
+    def __init__(self, tensor: Tensor):
+        self.values, self.copied = tensor.to("cpu", non_blocking=tensor.is_cuda), None
+        if tensor.is_cuda:
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> list[Any]:
+        """The values, once they are here."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values.tolist()
 
 
 class Stopwatch:

@@ -15,7 +15,8 @@ from headstart.base.errors import BadInput
 from headstart.base.jsonl import read_jsonl
 from headstart.data_pipelines.answers.conversations import ChatRequest, Failure, SamplingConfig
 from headstart.engines.servers.registry import SERVER_ENGINES
-from headstart.eval.decoding import continuous, generate, replay
+from headstart.eval.decoding import generate, replay
+from headstart.eval.decoding.engine import Engine
 from headstart.scripts.data import regenerate as data_regenerate
 from headstart.scripts.data.engine_answers import EngineAnswers
 from headstart.scripts.data.regenerate import regenerate
@@ -103,14 +104,14 @@ def test_prompts_that_begin_alike_are_read_behind_each_other(command, tmp_path, 
     """So that what they share, as the instruction of a domain, is read once."""
     instructions = ["w20 w21 w22 w23 w24", "w30 w31 w32 w33 w34"]
     rows = [{"prompt": f"{instructions[number % 2]} w{10 + number}"} for number in range(12)]
-    path, lengths, prefill = tmp_path / "two.jsonl", [], continuous.prefill
+    path, lengths, prefill = tmp_path / "two.jsonl", [], Engine.prefill
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def noting(reader, texts, watch, *, num_kept: int):
+    def noting(reader, *prompts, num_kept: int, **how):
         lengths.append(num_kept)
-        return prefill(reader, texts, watch, num_kept=num_kept)
+        return prefill(reader, *prompts, num_kept=num_kept, **how)
 
-    monkeypatch.setattr(continuous, "prefill", noting)
+    monkeypatch.setattr(Engine, "prefill", noting)
     command(f"sources={path}", f"output={tmp_path / 'answers'}", "sampling.temperature=0")
     assert lengths[0] == 0 and sum(one >= 7 for one in lengths) == 10
 

@@ -11,7 +11,7 @@ import pytest
 from headstart.eval.decoding import continuous, generate
 from headstart.eval.decoding.continuous import WaitingPrompt, answer_continuously
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.loop import Texts
+from headstart.eval.decoding.replay import HostCopy
 from headstart.eval.decoding.stopping import Stop
 from headstart.targets.target import Target
 from joining import joined_texts
@@ -35,9 +35,9 @@ def rounds(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("rounds")
-@pytest.mark.parametrize(("batch_size", "num_joining"), [(1, 1), (3, 2), (16, 4)])
-def test_answers_are_those_of_generate(target, batch_size, num_joining, monkeypatch):
-    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
+@pytest.mark.parametrize(("batch_size", "num_read"), [(1, 1), (3, 2), (16, 4)])
+def test_answers_are_those_of_generate(target, batch_size, num_read, monkeypatch):
+    monkeypatch.setattr(continuous, "most_read", lambda device, num_rows: num_read)
     texts = joined_texts(target, PROMPTS, batch_size=batch_size, max_new_tokens=14)
     assert texts == [alone(target, prompt, max_new_tokens=14) for prompt in PROMPTS]
 
@@ -46,23 +46,22 @@ def test_what_a_prompt_shares_with_the_one_before_it_is_read_once(target, monkey
     """As with chat templates. One prompt is the next one's beginning, one comes twice."""
     system = [3, 9, 4, 4, 8]
     prompts = [[*system, 7], [*system, 7, 2, 6], [*system, 7, 2, 6], [*system, 1], [5, *system], system]
-    kept, read = [], continuous.prefill
-    monkeypatch.setattr(continuous, "prefill", lambda *a, **how: kept.append(how["num_kept"]) or read(*a, **how))
-    texts = joined_texts(target, prompts, batch_size=2, max_new_tokens=14)
-    assert texts == [alone(target, prompt, max_new_tokens=14) for prompt in prompts]
+    texts, kept, read = [alone(target, prompt, max_new_tokens=14) for prompt in prompts], [], Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda *a, **how: kept.append(how["num_kept"]) or read(*a, **how))
+    assert joined_texts(target, prompts, batch_size=2, max_new_tokens=14) == texts
     assert kept == [0, 6, 7, 5, 0, 0]
 
 
 def test_a_round_is_launched_before_the_last_ones_tokens_are_read(target, monkeypatch):
-    expected, order, verify, commit = alone(target, [3, 9], max_new_tokens=4), [], Engine.verify, Texts.commit
+    expected, order, verify, read = alone(target, [3, 9], max_new_tokens=4), [], Engine.verify, HostCopy.tolist
     monkeypatch.setattr(continuous, "launches_ahead", lambda device: True)
     monkeypatch.setattr(Engine, "verify", lambda *given: order.append("launch") or verify(*given))
-    monkeypatch.setattr(Texts, "commit", lambda *given, **how: order.append("read") or commit(*given, **how))
+    monkeypatch.setattr(HostCopy, "tolist", lambda copied: order.append("read") or read(copied))
     waiting = deque([WaitingPrompt("0", [3, 9])])
     (answer,) = answer_continuously(target, waiting, batch_size=1, max_new_tokens=4)
     assert answer == ("0", expected) and len(expected) == 4
-    allocating = ["launch", "read"]
-    assert order == ["read", *allocating, "launch", *["launch", "read"] * 3], "the first token is the prefill's"
+    of_no_row, of_the_prompt = "launch", "read"
+    assert order == [of_no_row, "launch", "read", of_the_prompt, *["launch", "read"] * 3]
 
 
 @pytest.mark.usefixtures("rounds")

@@ -206,11 +206,11 @@ def test_rows_join_and_leave_recorded_rounds(tiny_target, captured, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_joining", [1, 2, 3])
+@pytest.mark.parametrize("num_read", [1, 2, 3])
 def test_prompts_that_join_together_are_read_without_the_host(
-    family, num_joining, tiny_target, recorded_strictly, monkeypatch
+    family, num_read, tiny_target, recorded_strictly, monkeypatch
 ):
-    monkeypatch.setattr(continuous, "most_joining", lambda device, num_rows: num_joining)
+    monkeypatch.setattr(continuous, "most_read", lambda device, num_rows: num_read)
     check_recorded_joining(tiny_target(family, vocab_size=64), monkeypatch)
 
 
