@@ -1,1 +1,2 @@
-"""What `make gpu` runs: `pack.sh` gathers what travels to a GPU machine, `rung.sh` measures there, rung by rung."""
+"""What `make gpu` runs: `pack.sh` gathers what travels to a GPU machine, `rung.sh` measures there, rung by rung.
+`rehearsal.py` needs no GPU."""

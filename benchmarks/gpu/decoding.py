@@ -11,10 +11,6 @@ drafters in one, at more rows. answers: continuous batching, beside what a step'
 import argparse
 import statistics
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,9 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...eval.decoding import continuous
 from ...eval.decoding import engine as engine_module
-from ...eval.decoding.continuous import WaitingPrompt, answer_continuously
 from ...eval.decoding.draft_setting import DraftSetting, chain
 from ...eval.decoding.engine import Engine
 from ...eval.decoding.loop import decode
@@ -42,6 +36,7 @@ from ...targets.loading import default_device
 from ...targets.target import Target
 from .. import store
 from ..store import CellStore, Figures
+from .answers import answered
 
 SLOTS = 256  # at least so many in every round, so that each width is compiled once
 NUM_TEXTS = 4  # that are compared with the model's own choices
@@ -178,41 +173,12 @@ class DecodingWorkbench:
         """Tokens per second of answers by continuous batching, and of a baseline step at as many rows."""
         size, rows = self.size, cell.batch_size
         prompts = self.suite(cell, size.asked_per_row * rows).prompts
-        waiting = deque(WaitingPrompt(str(number), prompt) for number, prompt in enumerate(prompts))
-        with timed(continuous, "prefill") as readings, timed(Engine, "verify") as rounds:
-            started = time.perf_counter()
-            answers = answer_continuously(self.target, waiting, batch_size=rows, max_new_tokens=size.max_new_tokens)
-            num_tokens = sum(len(answer) for _, answer in answers)
-            seconds = time.perf_counter() - started
+        done = answered(self.target, prompts, batch_size=rows, max_new_tokens=size.max_new_tokens)
         context = round(statistics.median(map(len, prompts)))
         config = MeasureConfig(steps=cell.steps)
         timer = TimedCell(self.target, None, [], config, batch_size=rows, context=context, text=prompts[0])
         timer.run()
-        step_ms = timer.baseline.round_ms
-        return {
-            "num_prompts": len(prompts),
-            "tokens_per_second": round(num_tokens / seconds, 1),
-            "step_ms": round(step_ms, 3),
-            "share_of_rows_over_step": round(num_tokens / seconds / (1000 * rows / step_ms), 4),
-            "num_rounds": len(rounds),
-            "round_ms": round(1000 * (seconds - sum(readings)) / len(rounds), 3),
-            "seconds_reading": round(sum(readings), 2),
-        }
-
-
-@contextmanager
-def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """The seconds of each call of a function of a module or class while the context is open."""
-    function, seconds = getattr(owner, name), list[float]()
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        started = time.perf_counter()
-        result = function(*arguments, **options)
-        seconds.append(time.perf_counter() - started)
-        return result
-
-    with patch.object(owner, name, run):
-        yield seconds
+        return done.figures(timer.baseline.round_ms / 1000)
 
 
 def setting_of(cell: DecodingCell) -> DraftSetting | None:

@@ -12,10 +12,10 @@ from ...base.jsonl import iter_jsonl
 from ..store import Figures, describe
 
 KEYS = """failed baseline_ms baseline_tokens_per_second baseline_gigabytes_per_second draft_ms verify_ms
-    round_in_baseline_steps num_tokens model_chooses_too largest_logit_gap acceptance_length speedup texts_unexplained
-    sampling_p_value tokens_per_second share_of_rows_over_step step_ms round_ms seconds_reading mfu
-    peak_bytes first_step_seconds torch num_cores copy_gigabytes_per_second product_teraflops first_compile_seconds
-    ahead_seconds seconds""".split()
+    round_in_baseline_steps num_tokens model_chooses_too largest_logit_gap acceptance_length speedup
+    texts_unexplained sampling_p_value tokens_per_second share_of_rows_over_step share_before_the_queues_end step_ms
+    round_ms seconds_reading seconds_recording mfu peak_bytes first_step_seconds torch num_cores
+    copy_gigabytes_per_second product_teraflops first_compile_seconds ahead_seconds seconds""".split()
 
 
 def lines_of(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from headstart.benchmarks.gpu.rehearsal import rehearsed
 from headstart.benchmarks.gpu.table import lines_of
 from headstart.engines.heads import head_record
 from headstart.scripts.cli import app
@@ -50,6 +51,13 @@ def packed(tmp_path_factory):
     done = bash("pack.sh", "--size", "toy", "--output", folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return folder
+
+
+def test_rehearsed_a_device_waits_for_no_host_and_decodes_for_all_rows_until_the_queue_ends():
+    """Its steps take longer than any work of the host: a wait would be for one that itself waits for the device."""
+    device, figures = rehearsed(16, 64, step_seconds=1.0)
+    assert figures["num_prompts"] == 64 and device.seconds["rounds"] > figures["num_rounds"] > 200
+    assert device.seconds["waiting"] == 0 and figures["share_of_idle_rows_before"] == 0
 
 
 @pytest.mark.soak
