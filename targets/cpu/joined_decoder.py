@@ -50,7 +50,7 @@ class Shared(NamedTuple):
     mask: Tensor | None  # [B, 1, G * Q, P] additive; None: the queries see all of the cache
 
 
-Layer = Callable[..., Tensor]
+Layer = Callable[..., tuple[Tensor, Tensor]]
 
 
 def decodes_joined(device: torch.device) -> bool:
@@ -77,7 +77,7 @@ class JoinedDecoder:
         heads = config.num_attention_heads, config.num_key_value_heads, first.self_attn.head_dim
         self.sizes = Sizes(*heads, config.rms_norm_eps)
         self.layers = [weights_of(layer) for layer in layers]
-        self.final_norm: Any = final_norm.weight
+        self.norms: list[Any] = [*(weights.attention_norm for weights in self.layers), final_norm.weight]
         self.output = output.detach()
         self.rotary: Any = model.rotary_emb
         self.kv_heads = torch.arange(self.sizes.num_kv_heads, device=output.device)[:, None]  # [Nkv, 1]
@@ -111,6 +111,7 @@ class JoinedDecoder:
             is_round: whether many forwards of this shape will follow, so that kernels are planned and compiled for it.
         """
         cos, sin = self.rotary(x, positions)  # [B, Q, H]
+        normed = rms_norm(x, self.norms[0], self.sizes.eps)
         groups = self.sizes.num_heads // self.sizes.num_kv_heads
         if mask is not None and groups > 1:
             mask = mask.repeat(1, 1, groups, 1)
@@ -119,39 +120,62 @@ class JoinedDecoder:
         entering = {}
         empty = x.new_empty(len(x), self.sizes.num_kv_heads, 0, self.sizes.head_dim)
         with nullcontext() if is_round else any_shape(x.device):
-            for i, weights in enumerate(self.layers):
+            for i, (weights, next_norm) in enumerate(zip(self.layers, self.norms[1:], strict=True)):
                 if i in wanted:
                     entering[i] = x
                 keys, values = cache.layer(i, empty, empty).readable_slots(cache.extent)
                 layer = self._compiled if is_round and self.compiles else decoder_layer
-                x = layer(x, weights, keys, values, shared, self.sizes)
-        return DecoderOutput(rms_norm(x, self.final_norm, self.sizes.eps), entering)
+                x, normed = layer(x, normed, weights, next_norm, keys, values, shared, self.sizes)
+        return DecoderOutput(normed, entering)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         return F.linear(post_norm, self.output)
 
     def _compiled(
-        self, x: Tensor, weights: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        normed: Tensor,
+        weights: LayerWeights,
+        next_norm: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        shared: Shared,
+        sizes: Sizes,
+    ) -> tuple[Tensor, Tensor]:
         key = x.shape[0], x.shape[1], keys.shape[2]
         if key not in self.compiled:
             try:
-                self.compiled[key] = compiled_layer(x, weights, keys, values, shared, sizes)
+                self.compiled[key] = compiled_layer(x, normed, weights, next_norm, keys, values, shared, sizes)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of dynamo, inductor or the C++ compiler
                 warnings.warn(f"decoding uncompiled, and slower: {first_line(error)}", stacklevel=2)
                 self.compiles = False
-                return decoder_layer(x, weights, keys, values, shared, sizes)
-        return self.compiled[key](x, *weights, keys, values, *shared)
+                return decoder_layer(x, normed, weights, next_norm, keys, values, shared, sizes)
+        return self.compiled[key](x, normed, *weights, next_norm, keys, values, *shared)
 
 
-def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shared: Shared, sizes: Sizes) -> Tensor:
-    """One decoder layer over a cache, x [B, Q, D] -> [B, Q, D]; writes into keys and values [B, Nkv, P, H]."""
+def decoder_layer(
+    x: Tensor,
+    normed: Tensor,
+    w: LayerWeights,
+    next_norm: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shared: Shared,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor]:
+    """One decoder layer over a cache; writes into keys and values [B, Nkv, P, H].
+
+    Args: x, normed: [B, Q, D] the residual stream before and behind this layer's first norm. next_norm: [D] of the next
+    layer, or the final one: one kernel then adds to the stream and normalises it.
+
+    Returns: the stream that enters the next layer, before and behind `next_norm`.
+    """
     num_rows, num_queries, _ = x.shape
     num_heads, num_kv, head_dim, eps = sizes
-    projected = F.linear(rms_norm(x, w.attention_norm, eps), w.qkv)
+    projected = F.linear(normed, w.qkv)
     if w.bias is not None:
         projected = projected + w.bias
     heads = projected.view(num_rows, num_queries, num_heads + 2 * num_kv, head_dim)
@@ -174,7 +198,8 @@ def decoder_layer(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, shar
     mixed = mixed.reshape(num_rows, num_heads, num_queries, head_dim).transpose(1, 2)
     x = x + F.linear(mixed.reshape(num_rows, num_queries, num_heads * head_dim), w.output)
     gate, up = F.linear(rms_norm(x, w.mlp_norm, eps), w.gate_up).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, w.down)
+    x = x + F.linear(F.silu(gate) * up, w.down)
+    return x, rms_norm(x, next_norm, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -241,7 +266,9 @@ def can_compile(device: torch.device) -> bool:
 
 def compiled_layer(
     x: Tensor,
+    normed: Tensor,
     weights: LayerWeights,
+    next_norm: Tensor,
     keys: Tensor,
     values: Tensor,
     shared: Shared,
@@ -249,12 +276,12 @@ def compiled_layer(
 ) -> Layer:
     """`decoder_layer` compiled for these numbers of rows, queries and slots, and the weights of any layer."""
 
-    def layer(x: Tensor, *rest: Any) -> Tensor:
+    def layer(x: Tensor, normed: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         num = len(LayerWeights._fields)
-        keys, values, *shared = rest[num:]
-        return decoder_layer(x, LayerWeights(*rest[:num]), keys, values, Shared(*shared), sizes)
+        next_norm, keys, values, *shared = rest[num:]
+        return decoder_layer(x, normed, LayerWeights(*rest[:num]), next_norm, keys, values, Shared(*shared), sizes)
 
-    return compiled_ahead(layer, (x, *weights, keys, values, *shared))
+    return compiled_ahead(layer, (x, normed, *weights, next_norm, keys, values, *shared))
 
 
 def compiled_ahead(function: Callable[..., Any], arguments: tuple[Any, ...], *, backend: str = "inductor") -> Any:

@@ -30,8 +30,9 @@ def code_of(num_rows: int, num_queries: int, *, is_masked: bool) -> str:
     rows, slots = torch.arange(num_rows)[:, None, None], torch.arange(num_queries).expand(num_rows, 1, -1)
     mask = torch.zeros(num_rows, 1, heads // num_kv * num_queries, NUM_SLOTS) if is_masked else None
     shared = Shared(cos, cos, rows, torch.arange(num_kv)[:, None], slots, mask)
+    x = torch.zeros(num_rows, num_queries, 32)
     with torch.no_grad(), pytest.raises(Generated) as caught:
-        compiled_layer(torch.zeros(num_rows, num_queries, 32), weights, keys, values, shared, SIZES)
+        compiled_layer(x, x, weights, norm, keys, values, shared, SIZES)
     return str(caught.value)
 
 
