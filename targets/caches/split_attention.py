@@ -46,7 +46,10 @@ def attention_in_parts(
         hidden = hidden.unflatten(-1, (-1, size)).permute(2, 0, 1, 3)  # [C, 1, M, P / C]
         queries = queries.expand(len(keys), -1, -1, -1)
         parts, normalisers = with_normalisers(queries, keys, values, hidden.expand(-1, keys.shape[1], -1, -1), scale)
-        mixed.append((parts.float() * normalisers.softmax(0)[..., None]).sum(0))  # [Nkv, M, H]
+        normalisers = normalisers[..., None]
+        if torch.compiler.is_compiling():  # of the parts' shape, so that one kernel has the softmax and the sum
+            normalisers = normalisers.expand_as(parts)
+        mixed.append((parts.float() * normalisers.softmax(0)).sum(0))  # [Nkv, M, H]
     return torch.stack(mixed).to(query.dtype)
 
 

@@ -31,8 +31,9 @@ def inputs(sizes, dtype):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 12, 256, 16), (3, 4, 5, 320, 64), (1, 2, 12, 2048, 16)])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_parts_put_together_are_the_whole(sizes, scale):
+@pytest.mark.parametrize(("scale", "is_compiling"), [(None, False), (0.3, False), (None, True)])
+def test_parts_put_together_are_the_whole(sizes, scale, is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     query, key, value, mask = inputs(sizes, torch.float32)
     wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     torch.testing.assert_close(attention_in_parts(query, key, value, mask, scale=scale), wanted, rtol=1e-5, atol=1e-6)
