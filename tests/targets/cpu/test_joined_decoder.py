@@ -1,7 +1,11 @@
-"""What inductor makes of a joined layer for a GPU, seen in the code that it generates for a CPU."""
+"""What inductor makes of a joined layer for a GPU, seen in the code that it generates for a CPU, or for an H200."""
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,3 +62,14 @@ def test_each_shape_has_code_of_its_own() -> None:
     for num_queries in (6, 4):
         code = code_of(1, num_queries, is_masked=False)
         assert f"(1, {num_queries}, 32)" in code and not re.search(r"\bs\d+\b", code), "no size is a symbol"
+
+
+@pytest.mark.parametrize("num_queries", [1, 6])
+def test_a_layer_of_8b_shape_launches_at_most_eleven_kernels(num_queries: int) -> None:
+    """What adds to the residual stream normalises it for the next product too, and attention's parts are put together
+    in one pass. docs/results/gpu.md says what each kernel does."""
+    pytest.importorskip("triton")
+    asked = [sys.executable, Path(__file__).with_name("gpu_kernels.py"), f"--queries={num_queries}"]
+    unseen = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    launched = subprocess.run(asked, env=unseen, capture_output=True, text=True, check=True).stdout.split()
+    assert launched.count("extern_kernels.mm") == 4 and len(launched) <= 11
