@@ -158,6 +158,7 @@ class DraftHead(nn.Module, Drafter, Expands):
 
         Args: fits: False: the rows are known to be too few for `fit`."""
         rows, judged = first_rows(batches, num_fitted(self.target.hidden_size))
+        self.measure(rows)
         line = self.fit(rows) if fits else None
         losses = []
         with torch.random.fork_rng():  # drafting may draw chains or noise
@@ -171,6 +172,9 @@ class DraftHead(nn.Module, Drafter, Expands):
         parts = [torch.stack(losses)] * len(losses) if self.has_one_output else [loss[None] for loss in losses]
         self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
         return line
+
+    def measure(self, batches: Sequence[DraftBatch]) -> None:
+        """Note of rows what `matrix_scales` needs, in families that need any."""
 
     def fit(self, batches: Sequence[DraftBatch]) -> str | None:
         """Set linear maps in closed form, in families that have any. Returns a line for the user if there were too few

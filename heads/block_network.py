@@ -1,6 +1,6 @@
 """The network of a block drafter and what training computes with it; `block` drafts and serves it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -25,6 +25,7 @@ from .nn.kept import layer_bytes
 from .nn.layers import RMSNorm, llama_config
 from .nn.lilicorr import CandidateLattice
 from .nn.mask_token import mask_token_of
+from .start.closed_form import channel_sizes, input_scales
 
 FEWEST_LAYERS = 8  # of a target, for DFlash's choice of feature layers; shallower ones get fewer features
 
@@ -113,6 +114,7 @@ class BlockNetwork(Windowed, DraftHead):
         self.llama = llama_config(target.config, config.architecture)
         size, eps = target.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(self.ascending_layers()) * size, size, bias=False)
+        self.input_sizes: Tensor | None = None  # [L * D] of what `fc` reads, once rows are measured
         self.hidden_norm = RMSNorm(size, eps=eps)
         group = config.conv_group_size
         if group is not None and size % group:
@@ -157,6 +159,12 @@ class BlockNetwork(Windowed, DraftHead):
         of_selector = [] if selector is None else [selector.predecessor_codebook, selector.successor_codebook]
         found = [*super().vocabulary_matrices(), *of_markov, *of_selector]
         return [matrix for matrix in found if self.num_drafted in matrix.shape]
+
+    def measure(self, batches: Sequence[DraftBatch]) -> None:
+        self.input_sizes = channel_sizes(batches, lambda features: features.flatten(2))
+
+    def matrix_scales(self) -> dict[str, Tensor]:
+        return {} if self.input_sizes is None else {"fc.weight": input_scales(self.fc, self.input_sizes)}
 
     @property
     def chooser(self) -> Chooser[Any] | None:

@@ -57,7 +57,7 @@ def fit_block(head: BlockNetwork, batches: Iterable[DraftBatch]) -> str | None:
     features = torch.cat([taken(batch, batch.output.features, 0) for batch in chosen]).float().flatten(1)  # [n, L * D]
     last = torch.cat([taken(batch, batch.output.post_norm, 0) for batch in chosen]).float() / by  # at t
     is_stored = torch.cat([taken(batch, batch.loss_mask, 0) for batch in chosen])  # no state of a prompt's end is
-    sizes = features.square().mean(0).sqrt().clamp_min(1e-6)
+    sizes = cast(Tensor, head.input_sizes)
     head.fc.weight.copy_((ridge((features / sizes)[is_stored], last[is_stored]) / sizes[:, None]).T)
     head.fc.weight.mul_(SCALE * fresh_size(head.fc) / rms(head.fc.weight))
     fit_values(head, head.hidden_norm(head.fc(features)), tokens, states - known(tokens))

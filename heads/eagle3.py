@@ -38,7 +38,7 @@ from .loss.functions import output_layer_rows
 from .nn.layers import Attention, RMSNorm, llama_config, serving_keys, window_keys
 from .parallel import ParallelConfig, last_and_behind, with_masks_behind
 from .recurrent import ChainState, LlamaLayer, RecurrentHead
-from .start.closed_form import OUTPUT_GAIN, sensitivity
+from .start.closed_form import OUTPUT_GAIN, channel_sizes, input_scales, sensitivity
 from .start.eagle3 import fit_start
 
 
@@ -150,7 +150,7 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.rotary = Rotary(self.llama)
-        self.feature_sizes: Tensor | None = None  # [L * D] of what `fc` reads, of a head fitted in this process
+        self.input_sizes: Tensor | None = None  # [L * D] of what `fc` reads, once rows are measured
         with torch.no_grad():  # start from the target's own output: final norm gain and the drafted rows of lm_head
             self.norm.weight.copy_(target.final_norm_scale())
             self.lm_head.weight.copy_(output_layer_rows(target.output_layer, self.vocabulary)["weight"])
@@ -159,6 +159,9 @@ class Eagle3Head(RecurrentHead):
     @property
     def method(self) -> str:
         return "eagle3" if self.mask_token is None else "p-eagle"
+
+    def measure(self, batches: Sequence[DraftBatch]) -> None:
+        self.input_sizes = channel_sizes(batches, self.normed)
 
     @torch.no_grad()
     def fit(self, batches: Sequence[DraftBatch]) -> str | None:
@@ -176,7 +179,9 @@ class Eagle3Head(RecurrentHead):
         written = {
             f"{name}.{part}.weight": outputs for name in layers for part in ("self_attn.o_proj", "mlp.down_proj")
         }
-        return written | {"fc.weight": outputs if self.feature_sizes is None else outputs / self.feature_sizes}
+        return written | {
+            "fc.weight": outputs if self.input_sizes is None else outputs * input_scales(self.fc, self.input_sizes)
+        }
 
     def scale_outputs(self, factors: Sequence[float]) -> None:
         if factors[0] < 1:
@@ -218,10 +223,14 @@ class Eagle3Head(RecurrentHead):
 
     def fused(self, features: Tensor) -> Tensor:
         """[B, T, L, D] -> [B, T, D]."""
+        return self.fc(self.normed(features))
+
+    def normed(self, features: Tensor) -> Tensor:
+        """[B, T, L, D] -> [B, T, L * D] what `fc` reads."""
         if self.config.fc_norm:
             features = torch.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], 2)
-        flat = features.flatten(2)  # [B, T, L * D]
-        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+        flat = features.flatten(2)
+        return self.input_norm(flat) if self.config.norm_before_fc else flat
 
     def masked(self) -> Tensor:
         """[1, 1, D] the learned state that replaces the features of tokens that are not drafted yet."""

@@ -32,7 +32,7 @@ from .checkpoint import Best, Progress, checkpoints, head_tensors, load_checkpoi
 from .inputs.config import TrainConfig
 from .inputs.launch import product_dtype
 from .loop import step_seed
-from .optim import build_optimizer, set_learning_rates
+from .optim import MuonAdamW, build_optimizer, set_learning_rates
 from .validation import evaluating
 from .watching.speed import synchronize
 from .watching.trend import ADVICE, Trend
@@ -233,6 +233,9 @@ class FollowingHead:
                 raise BadInput(f"step {self.num_steps + 1} of following: the loss is {out.loss.item()}: {ADVICE}")
             if not out.depth_count.any():  # no position to learn, as of answers of one token
                 return out
+            if not self.num_steps and isinstance(self.optimizer, MuonAdamW):
+                self.head.measure([batch])
+                self.optimizer.rescale(self.head)
             out.loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.config.max_grad_norm or math.inf)
         self.optimizer.step()

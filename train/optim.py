@@ -78,6 +78,14 @@ class MuonAdamW(torch.optim.Optimizer):
             part.param_groups, part.state = self.param_groups[start : start + count], self.state
             start += count
 
+    def rescale(self, head: DraftHead) -> None:
+        """Take the scales of the head's matrices that are known by now."""
+        matrices = {id(p) for group in self.parts[0].param_groups for p in group["params"]}
+        scales = head.matrix_scales()
+        for name, p in head.named_parameters():
+            if name in scales and id(p) in matrices:
+                self.state[p]["scale"] = scales[name].to(p, copy=True)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None
@@ -119,9 +127,7 @@ def build_optimizer(head: DraftHead, config: TrainConfig) -> torch.optim.Optimiz
         return torch.optim.AdamW(others, betas=BETAS, fused=True)
     matrices = groups(inner, peak=config.matrix_learning_rate or peak, decay=decay)
     optimizer = MuonAdamW(matrices, others)
-    for name, scale in head.matrix_scales().items():
-        if name in inner:
-            optimizer.state[named[name]]["scale"] = scale.to(named[name], copy=True)
+    optimizer.rescale(head)
     return optimizer
 
 

@@ -8,7 +8,7 @@ Source: our own; measured in docs/log/training_losses.md, 2026-11-22.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..nn.batch import DraftBatch
 LEAST_FITTED = 8192  # supervised tokens to fit on, about,
 FITTED_PER_CHANNEL = 4  # or for wide targets as many as this times their hidden size
 FITTED_DEPTHS = 3  # depths that the fit of a recurrent head covers
+NUM_MEASURED = 1024  # supervised tokens, about, by which a head that goes on knows the sizes of its inputs
 NUM_JUDGED = 256  # positions per depth on which the loss is measured
 FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
 SLACK = 0.01  # nats above the least loss that a factor may have
@@ -170,6 +171,24 @@ def sensitivity(target: Target) -> Tensor:
         total += torch.stack([part.float().sum(0), part.float().square().sum(0)])
     mean, squares = (total / len(rows)).double()
     return target.final_norm_scale().abs() * (squares - mean.square()).clamp_min(0).sqrt().float().clamp_min(1e-6)
+
+
+def channel_sizes(batches: Sequence[DraftBatch], read: Callable[[Tensor], Tensor]) -> Tensor:
+    """[in] root mean squares of what a map reads of features where chains start; of channels that are hardly used a
+    thousandth of the mean. Args: read: [B, T, L, D] -> [B, T, in]."""
+    starts = [chain_starts(batch.loss_mask, 1) for batch in batches]
+    with torch.no_grad():
+        pairs = zip(batches, starts, strict=True)
+        inputs = torch.cat([at.take(read(batch.output.features))[at.valid[..., 0]] for batch, at in pairs])
+        sizes = inputs.float().square().mean(0).sqrt().nan_to_num(1.0)  # of no chain, where nothing can be learnt
+    return sizes.clamp_min(max(1e-3 * float(sizes.mean()), 1e-6))
+
+
+def input_scales(linear: nn.Linear, sizes: Tensor) -> Tensor:
+    """[in] factors for `DraftHead.matrix_scales`: with inputs of these sizes [in], the map's weights change as those of
+    a map of inputs of size 1 do that is as large as a fitted one. States of Gemma 3 are a thousand times Qwen's."""
+    weight = linear.weight.detach().float()
+    return rms(weight * sizes) / (SCALE * fresh_size(linear)) / sizes
 
 
 def best_scale(logits: Tensor, probs: Tensor) -> float:

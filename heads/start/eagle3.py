@@ -49,7 +49,6 @@ def fit_start(head: Any, batches: Sequence[DraftBatch]) -> str | None:
     positions = positions_of(target, batches, divisor=divisor)
     if line := too_few(len(positions.states), target.hidden_size):
         return line
-    head.feature_sizes = channel_sizes(positions.features)
     ids = torch.cat([b.input_ids.flatten() for b in batches]).unique()
     embedded = first.input_layernorm(target.embed(ids).cpu().float())
     code = token_code(first.self_attn, head.rotary.frequencies, embedded, positions.states)
@@ -118,7 +117,7 @@ def fit_layer(head: Any, batches: Sequence[DraftBatch], at: Positions, *, code: 
     """Set `fc` and the projections of the first layer's attention; returns the predictions [n, D] of the following
     states. Args: at: of the batches. code: for heads that copy; None: none do."""
     fc: nn.Linear = head.fc
-    attention, read, sizes = head.decoder_layers[0].self_attn, head.decoder_layers[0].both, head.feature_sizes
+    attention, read, sizes = head.decoder_layers[0].self_attn, head.decoder_layers[0].both, head.input_sizes.cpu()
     # `fc`: the states at t, and the codes of tokens where heads copy
     features, size = at.features / sizes, at.states.shape[1]
     fused = ridge(features, at.states)  # [L * D, D]
@@ -185,12 +184,6 @@ def regressed_along_chains(
         missing.append(missing_of(index, hidden))
         change = ridge(torch.cat(inputs), torch.cat(missing))
     return torch.cat(inputs), change
-
-
-def channel_sizes(x: Tensor) -> Tensor:
-    """x [n, in] -> [in] root mean squares; of channels that are hardly used, a thousandth of the mean."""
-    sizes = x.square().mean(0).sqrt()
-    return sizes.clamp_min(max(1e-3 * float(sizes.mean()), 1e-6))
 
 
 def low_rank(x: Tensor, weight: Tensor, rank: int, *, of_outputs: Tensor) -> tuple[Tensor, Tensor]:

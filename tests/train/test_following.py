@@ -184,6 +184,8 @@ def test_a_restart_goes_on_to_the_same_bits(start, config, target):
     whole, first = (FollowingHead(target, config(name, optimizer="muon"), share=None) for name in ("whole", "parts"))
     losses = [whole.follow(rollouts).loss for _ in range(3)]
     assert first.follow(rollouts).loss == losses[0]
+    fc = first.head.get_parameter("fc.weight")
+    assert first.optimizer.state[fc]["scale"].shape == fc.shape, "sizes of what it reads are measured"
     first.save()
     second = FollowingHead(target, config("parts", optimizer="muon"), share=None)
     assert second.num_steps == 2 and [second.follow(rollouts).loss for _ in range(2)] == losses[1:]

@@ -76,7 +76,7 @@ def build_small(kind, target, **keys):
 def test_a_fitted_head_with_as_many_drafted_tokens_as_channels_takes_a_step(config, tiny_target):
     head = build_small("eagle3", tiny_target(), draft_vocab_size=32)
     assert isinstance(head, Eagle3Head)
-    head.feature_sizes = torch.ones(head.fc.in_features)
+    head.input_sizes = torch.ones(head.fc.in_features)
     before = head.fc.weight.detach().clone()
     optimizer = build_optimizer(head, config)
     give_gradients(head)

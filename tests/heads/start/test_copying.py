@@ -114,6 +114,7 @@ def test_the_layer_computes_what_its_fit_predicted(tiny_target, monkeypatch, win
     monkeypatch.setattr(eagle3, "fit_layer", fit_and_keep)
     slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
     head = head_of(target, "fitted", sliding_window=window, architecture=slow)
+    head.measure([batch])
     head.fit([batch])
     starts = chain_starts(mask, 1)
     computed = next(head.unroll(batch, starts))[starts.take(fitted_positions(mask)) & starts.valid[..., 0]]

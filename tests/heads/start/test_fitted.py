@@ -89,7 +89,7 @@ def test_a_low_rank_map_keeps_the_channels_that_weigh_most():
 
 def test_a_step_moves_channels_less_that_logits_depend_on_more(target):
     """As those of Gemma 3 that its final norm enlarges; other channels as ever."""
-    gain, sizes = target.final_norm.weight, torch.rand(2 * target.hidden_size) + 0.5
+    gain = target.final_norm.weight
     head, before = build_head(Eagle3Config(feature_layers=[1, 2]), target), gain.detach().clone()
     try:
         with torch.no_grad():
@@ -101,9 +101,21 @@ def test_a_step_moves_channels_less_that_logits_depend_on_more(target):
     assert expected.argmin() == 5 and expected[5] < 0.1 and (expected == 1).sum() >= len(expected) // 2
     assert set(scales) == {"fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"}
     assert all(torch.equal(scale[:, 0], expected) for scale in scales.values())
-    plain = head.matrix_scales()["fc.weight"]
-    head.feature_sizes = sizes
-    torch.testing.assert_close(head.matrix_scales()["fc.weight"] * sizes, plain.expand(-1, len(sizes)))
+
+
+@pytest.mark.parametrize(("config", "options"), CASES[:2])
+def test_a_step_moves_what_is_made_of_features_alike_however_large_they_are(config, options, target, batches):
+    """As those of Gemma 3, a thousand times as large as those of Qwen."""
+    sizes = 10 ** (2 * torch.rand(2, target.hidden_size) + 1)
+    larger = [replace(b, output=replace(b.output, features=b.output.features * sizes)) for b in batches]
+    scales = list[torch.Tensor]()
+    for by, rows in ((torch.ones_like(sizes), batches), (sizes, larger)):
+        head = build_head(config(start="random", **options), target, seed=1)
+        with torch.no_grad():
+            head.fc.weight /= by.flatten()
+        head.measure(rows)
+        scales.append(head.matrix_scales()["fc.weight"])
+    torch.testing.assert_close(scales[1] * sizes.flatten(), scales[0])
 
 
 def test_the_markov_head_starts_as_what_follows_each_token():

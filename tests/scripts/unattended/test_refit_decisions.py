@@ -24,7 +24,7 @@ from headstart.scripts.unattended.held_out import mixed, split_traffic
 from headstart.scripts.unattended.refit import (
     MOST_EPOCHS,
     NUM_VALIDATIONS,
-    RATE,
+    RATES,
     deploying,
     grown_vocabulary,
     planned_steps,
@@ -150,7 +150,7 @@ def test_a_trained_head_learns_on_as_a_fresh_one_does_but_slower(candidate):
     fresh, on = candidate.train, training_of(candidate.head)
     rates = {key for key in fresh if key.endswith("learning_rate")}
     assert rates >= {"learning_rate", "matrix_learning_rate"}
-    assert on == {**fresh, **{key: pytest.approx(RATE * float(fresh[key])) for key in rates}}
+    assert on == {**fresh, **{key: pytest.approx(RATES[key] * float(fresh[key])) for key in rates}}
 
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
