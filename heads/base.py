@@ -173,8 +173,8 @@ class DraftHead(nn.Module, Drafter, Expands):
         self.scale_outputs([quieter(part, self.num_drafted) for part in parts])
         return line
 
-    def measure(self, batches: Sequence[DraftBatch]) -> None:
-        """Note of rows what `matrix_scales` needs, in families that need any."""
+    def measure(self, batches: Iterable[DraftBatch]) -> None:
+        """Note of the first rows what `matrix_scales` needs; families that need nothing read none."""
 
     def fit(self, batches: Sequence[DraftBatch]) -> str | None:
         """Set linear maps in closed form, in families that have any. Returns a line for the user if there were too few

@@ -1,6 +1,6 @@
 """The network of a block drafter and what training computes with it; `block` drafts and serves it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -160,7 +160,7 @@ class BlockNetwork(Windowed, DraftHead):
         found = [*super().vocabulary_matrices(), *of_markov, *of_selector]
         return [matrix for matrix in found if self.num_drafted in matrix.shape]
 
-    def measure(self, batches: Sequence[DraftBatch]) -> None:
+    def measure(self, batches: Iterable[DraftBatch]) -> None:
         self.input_sizes = channel_sizes(batches, lambda features: features.flatten(2))
 
     def matrix_scales(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ position t), drafted hidden states fed back before the output norm (after it wit
 ascending layer order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -160,7 +160,7 @@ class Eagle3Head(RecurrentHead):
     def method(self) -> str:
         return "eagle3" if self.mask_token is None else "p-eagle"
 
-    def measure(self, batches: Sequence[DraftBatch]) -> None:
+    def measure(self, batches: Iterable[DraftBatch]) -> None:
         self.input_sizes = channel_sizes(batches, self.normed)
 
     @torch.no_grad()

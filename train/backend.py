@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
@@ -71,6 +71,9 @@ class Backend:
             for parameter in head.parameters():
                 register_external_parameter(step, parameter)
         self.autocast = step.autocast
+        for state in optimizer.state.values():
+            if "scale" in state:  # measured by each rank, perhaps on states that a server rounded otherwise
+                broadcast(state["scale"])
         self.wrapped, self.optimizer = cast(Any, accelerator.prepare(step, optimizer))
         if self.is_zero3:
             gather_as_one(step, self.optimizer.optimizer.parameter_offload)

@@ -133,6 +133,9 @@ class FollowingHead:
         firsts = range(0, len(rollouts.rows), size)
         vars(self.head).pop("restricted_logits", None)  # a copy of what the policy has changed
         losses, counted = list[float](), Acceptance.nothing(num_draft)
+        if not self.num_steps and isinstance(self.optimizer, MuonAdamW):
+            self.head.measure(rollouts.batch(slice(first, first + size), self.head) for first in firsts)
+            self.optimizer.rescale(self.head)
         for number in range(len(firsts) if max_steps is None else max_steps):
             if self.num_steps >= self.config.max_steps or not self._has_time(since=began):
                 break
@@ -233,9 +236,6 @@ class FollowingHead:
                 raise BadInput(f"step {self.num_steps + 1} of following: the loss is {out.loss.item()}: {ADVICE}")
             if not out.depth_count.any():  # no position to learn, as of answers of one token
                 return out
-            if not self.num_steps and isinstance(self.optimizer, MuonAdamW):
-                self.head.measure([batch])
-                self.optimizer.rescale(self.head)
             out.loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.config.max_grad_norm or math.inf)
         self.optimizer.step()

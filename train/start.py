@@ -21,7 +21,7 @@ from ..data_pipelines.storage.shards import Shards
 from ..engines.heads import build_head, check_family, head_record, start_head
 from ..heads.base import DraftBatch, DraftHead
 from ..heads.loss.fusing import fuse
-from ..heads.start.closed_form import NUM_MEASURED, first_rows, too_few
+from ..heads.start.closed_form import too_few
 from ..heads.stored.fit import check_fit
 from ..targets.adapters import add_adapters
 from ..targets.cpu.packing import pack_linears
@@ -126,9 +126,9 @@ def find_inputs(run: RunConfig, folder: Path, console: Console, holding: ExitSta
     check_stored_states(data, head, target)
     if checkpoint is None:
         rows = first_batches(whole.train, data, head)
-        if not is_fresh:
-            head.measure(first_rows(rows, NUM_MEASURED)[0])
-        elif line := head.begin_training(rows, fits=lack is None):
+        if not is_fresh and whole.train.optimizer == "muon" and not whole.train.lora_rank:
+            head.measure(rows)
+        elif is_fresh and (line := head.begin_training(rows, fits=lack is None)):
             console.print(line)
     optimizer, record = build_optimizer(head, whole.train), TrainingRecord.of(whole, target, data)
     return Start(whole, target, accelerator, place, data, head, optimizer, checkpoint, progress, record, owned)

@@ -20,7 +20,7 @@ from ..nn.batch import DraftBatch
 LEAST_FITTED = 8192  # supervised tokens to fit on, about,
 FITTED_PER_CHANNEL = 4  # or for wide targets as many as this times their hidden size
 FITTED_DEPTHS = 3  # depths that the fit of a recurrent head covers
-NUM_MEASURED = 1024  # supervised tokens, about, by which a head that goes on knows the sizes of its inputs
+NUM_MEASURED = 2048  # positions by which a head knows the sizes of its inputs
 NUM_JUDGED = 256  # positions per depth on which the loss is measured
 FACTORS = [0.5 ** (i / 2) for i in range(34)]  # candidates for scaling logits
 SLACK = 0.01  # nats above the least loss that a factor may have
@@ -173,14 +173,20 @@ def sensitivity(target: Target) -> Tensor:
     return target.final_norm_scale().abs() * (squares - mean.square()).clamp_min(0).sqrt().float().clamp_min(1e-6)
 
 
-def channel_sizes(batches: Sequence[DraftBatch], read: Callable[[Tensor], Tensor]) -> Tensor:
-    """[in] root mean squares of what a map reads of features where chains start; of channels that are hardly used a
-    thousandth of the mean. Args: read: [B, T, L, D] -> [B, T, in]."""
-    starts = [chain_starts(batch.loss_mask, 1) for batch in batches]
-    with torch.no_grad():
-        pairs = zip(batches, starts, strict=True)
-        inputs = torch.cat([at.take(read(batch.output.features))[at.valid[..., 0]] for batch, at in pairs])
-        sizes = inputs.float().square().mean(0).sqrt().nan_to_num(1.0)  # of no chain, where nothing can be learnt
+@torch.no_grad()
+def channel_sizes(batches: Iterable[DraftBatch], read: Callable[[Tensor], Tensor]) -> Tensor:
+    """[in] root mean squares of what a map reads of features, over the first NUM_MEASURED positions where chains start;
+    of channels that are hardly used a thousandth of the mean; 1 if no chain starts.
+
+    Args: read: [B, T, L, D] -> [B, T, in]."""
+    squares, count = torch.zeros(()), 0
+    for batch in batches:
+        starts = chain_starts(batch.loss_mask, 1)
+        inputs = starts.take(read(batch.output.features))[starts.valid[..., 0]].float()
+        squares, count = squares.to(inputs.device) + inputs.square().sum(0), count + len(inputs)
+        if count >= NUM_MEASURED:
+            break
+    sizes = (squares / count).sqrt().nan_to_num(1.0)
     return sizes.clamp_min(max(1e-3 * float(sizes.mean()), 1e-6))
 
 

@@ -45,8 +45,8 @@ SERVED_TOKENS = 128  # of an answer in the engine's server
 NUM_VALIDATIONS = 4  # of the training
 PATIENCE = 2  # validations without improvement after which it ends
 MOST_EPOCHS = 10  # passes over the rows, upper limit
-# learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
-RATES = {"learning_rate": 0.1, "matrix_learning_rate": 0.3, "adamw_learning_rate": 0.1}
+RATE = 0.1  # learning rates, relative to a fresh head's: at those a trained head first loses much of what it knew
+MATRIX_RATES = {"eagle3": 0.3}  # Muon's, by family, where it was measured
 
 
 class RefitRun(Session[RefitSettings, RefitJournal]):
@@ -200,7 +200,9 @@ def training_of(config: HeadConfig) -> dict[str, Any]:
     """The `train` section with which `headstart auto` trains heads of that family, with lower learning rates."""
     alike = (candidate.train for candidate in find_candidates() if candidate.head.type == config.type)
     section = next(alike, TRAINING)
-    return {key: RATES[key] * float(value) if key in RATES else value for key, value in section.items()}
+    rates = {key: RATE * float(value) for key, value in section.items() if key.endswith("learning_rate")}
+    rates["matrix_learning_rate"] = MATRIX_RATES.get(config.type, RATE) * float(section["matrix_learning_rate"])
+    return {**section, **rates}
 
 
 def write_config(run: RefitRun) -> Path:

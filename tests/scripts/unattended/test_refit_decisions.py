@@ -22,9 +22,10 @@ from headstart.scripts.unattended.candidates import find_candidates
 from headstart.scripts.unattended.comparing import FORGETS, STAYS, DraftedRow, compare_by_domain, decide_between
 from headstart.scripts.unattended.held_out import mixed, split_traffic
 from headstart.scripts.unattended.refit import (
+    MATRIX_RATES,
     MOST_EPOCHS,
     NUM_VALIDATIONS,
-    RATES,
+    RATE,
     deploying,
     grown_vocabulary,
     planned_steps,
@@ -150,7 +151,8 @@ def test_a_trained_head_learns_on_as_a_fresh_one_does_but_slower(candidate):
     fresh, on = candidate.train, training_of(candidate.head)
     rates = {key for key in fresh if key.endswith("learning_rate")}
     assert rates >= {"learning_rate", "matrix_learning_rate"}
-    assert on == {**fresh, **{key: pytest.approx(RATES[key] * float(fresh[key])) for key in rates}}
+    factors = {"matrix_learning_rate": MATRIX_RATES.get(candidate.head.type, RATE)}
+    assert on == {**fresh, **{key: pytest.approx(factors.get(key, RATE) * float(fresh[key])) for key in rates}}
 
 
 def test_steps_fill_the_time_and_no_more_passes_than_teach():
