@@ -83,7 +83,7 @@ test-llamacpp: $(READY) $(LLAMACPP)/.ready ## heads in llama.cpp's own server, p
 gpu-pack: $(READY) ## fill .gpu with what a GPU machine without network needs; runs the quickstart first where it has not run
 	PYTHON=$(BIN)/python bash benchmarks/gpu/pack.sh
 
-gpu: gpu-pack ## what a GPU is asked, in rungs of seven minutes: exactness, engine and training at 8B shape, the whole product
+gpu: gpu-pack ## what a GPU is asked, in rungs of a quarter of an hour: exactness, engine and training at 8B shape, the whole product
 	PYTHON=$(BIN)/python bash benchmarks/gpu/rung.sh 0 1 2 3 4 5 6
 
 bench-heads: $(READY) ## every family of heads at one size, on the smoke run's target; or BENCH="--target ... --train ..."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU is asked, in rungs that each fit seven minutes of a bare machine without network: this repository, what
+# What a GPU is asked, in rungs that each fit a quarter of an hour of a bare machine without network: this repository, what
 # `make gpu-pack` filled, and the machine's own Python with torch, transformers and accelerate.
 #
 #   bash benchmarks/gpu/rung.sh [--size toy|full] [--pack .gpu] [--work FOLDER] [--output FOLDER] RUNG ...
@@ -10,6 +10,7 @@
 #   3  the whole product: answers, EAGLE-3, DSpark, evaluation
 #   4  context and load, the hybrid, and the plan beside what is measured
 #   5  EAGLE-3 for four minutes    6  headstart auto, unattended
+#   7  of these what no GPU has run yet, in nine minutes at most, the most telling first
 #
 # Each part is a process of its own with a time limit; one that fails does not stop the others. Figures are written into
 # the output folder as they are measured ($OUT where that is set, else runs/gpu), and a table of them ends the run.
@@ -25,8 +26,8 @@ while [ $# -gt 0 ]; do
         --pack) pack=$2; shift 2 ;;
         --work) work=$2; shift 2 ;;
         --output) out=$2; shift 2 ;;
-        [0-6]) rungs+=("$1"); shift ;;
-        *) echo "rung.sh: $1: expected a rung from 0 to 6, --size, --pack, --work or --output" >&2; exit 2 ;;
+        [0-7]) rungs+=("$1"); shift ;;
+        *) echo "rung.sh: $1: expected a rung from 0 to 7, --size, --pack, --work or --output" >&2; exit 2 ;;
     esac
 done
 case "$size" in
@@ -34,7 +35,7 @@ case "$size" in
     toy) shape=toy; patience=5; workers=0; rows=16; held=8; tokens=192; batch=8; steps=6; seconds=(20 20 20); budget=3m ;;
     *) echo "rung.sh: --size $size: expected toy or full" >&2; exit 2 ;;
 esac
-[ ${#rungs[@]} -gt 0 ] || { echo "rung.sh: expected a rung from 0 to 6" >&2; exit 2; }
+[ ${#rungs[@]} -gt 0 ] || { echo "rung.sh: expected a rung from 0 to 7" >&2; exit 2; }
 [ -d "$pack" ] || { echo "rung.sh: --pack $pack: no such folder; make gpu-pack fills one" >&2; exit 2; }
 mkdir -p "$work" "$out"
 export PYTHONPATH=$work/site:$PWD/.typings${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
@@ -82,10 +83,14 @@ rung_1() {
 rung_2() {
     benchmark training 300 bench_train --size $shape
     get_target || failed+=(target)
-    for backend in gpu fsdp2 zero2 zero3; do
+    backends 45 gpu fsdp2 zero2 zero3
+}
+backends() { # SECONDS BACKEND ...
+    local limit=$1 backend; shift
+    for backend in "$@"; do
         [[ $backend != zero* ]] || has_deepspeed || continue
         rm -rf "$work/$backend"
-        part "5 steps under $backend" 45 "$python" -m accelerate.commands.launch --num_processes 1 \
+        part "5 steps under $backend" $limit "$python" -m accelerate.commands.launch --num_processes 1 \
             --config_file configs/accelerate/$backend.yaml -m headstart.train configs/runs/eagle3.yaml \
             "target.path=$target" "data.train=$pack/text/answers.jsonl" data.max_length=192 "train.output_dir=$work/$backend" \
             train.max_steps=5 train.warmup_steps=0 train.optimizer=adamw train.matrix_learning_rate=null
@@ -97,19 +102,28 @@ has_deepspeed() {
 }
 rung_3() {
     get_target || failed+=(target)
-    benchmark answers 45 gpu.decoding answers --target "$target" --pack "$pack" --size $size
+    answers
     regenerate
     train eagle3 "${seconds[0]}" $steps
     train block "${seconds[1]}" $steps
     evaluate eagle3 block
 }
+answers() {
+    benchmark answers 45 gpu.decoding answers --target "$target" --pack "$pack" --size $size
+}
 rung_4() {
     get_target || failed+=(target)
     benchmark load 200 engine_bench load --size $shape
-    benchmark hybrid 70 gpu.decoding load --target "$target" --pack "$pack" --size $size
-    part plan 110 "${headstart[@]}" plan --target "$target" --head "$pack/head" --prompts "$pack/text/orders.jsonl" \
+    hybrid 70
+    plan 110 60
+}
+hybrid() { # SECONDS
+    benchmark hybrid $1 gpu.decoding load --target "$target" --pack "$pack" --size $size
+}
+plan() { # SECONDS SECONDS_MEASURED
+    part plan $1 "${headstart[@]}" plan --target "$target" --head "$pack/head" --prompts "$pack/text/orders.jsonl" \
         --output "$work/plan" --overwrite --tree none --num-draft-tokens 2 --num-draft-tokens 4 \
-        --batch-size 1 --batch-size 8 --max-new-tokens 64 --limit 8 --seconds 60
+        --batch-size 1 --batch-size 8 --max-new-tokens 64 --limit 8 --seconds $2
     cp "$work/plan/plan.json" "$out/" || failed+=("plan.json")
 }
 rung_5() {
@@ -120,9 +134,22 @@ rung_5() {
 }
 rung_6() {
     get_target || failed+=(target)
-    part auto 450 "${headstart[@]}" auto --target "$target" --prompts "$pack/text/prompts.jsonl" --budget $budget \
+    auto 450 $budget
+}
+auto() { # SECONDS BUDGET
+    part auto $1 "${headstart[@]}" auto --target "$target" --prompts "$pack/text/prompts.jsonl" --budget $2 \
         --max-new-tokens 96 --output "$work/auto"
     cp "$work/auto/auto.json" "$work/auto/auto.html" "$out/" || failed+=("auto.json")
+}
+rung_7() {
+    get_target || failed+=(target)
+    answers
+    benchmark engine 60 engine_bench single --size $shape
+    benchmark load 90 engine_bench load --size $shape
+    backends 25 fsdp2 zero2 zero3
+    hybrid 30
+    plan 45 20
+    auto 190 3m
 }
 
 regenerate() { # what heads learn from

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,16 @@ def test_every_rung_runs_on_a_machine_that_lacks_much(packed, tmp_path):
     report, plan = (json.loads((out / name).read_text()) for name in ("report.json", "plan.json"))
     assert {result["drafter"] for result in report["results"]} == {"eagle3", "suffix+answers"}, "rung 5 comes last"
     assert plan["recommendation"]
+
+
+def test_what_no_gpu_has_run_yet_fits_nine_minutes(tmp_path):
+    python, log = recording_python(tmp_path)
+    (tmp_path / "pack" / "target").mkdir(parents=True)
+    done = bash("rung.sh", "--pack", tmp_path / "pack", "--work", tmp_path, "7", PYTHON=str(python), OUT=str(tmp_path))
+    parts = re.findall(r"(\w+), for (\d+) s at most", done.stdout)
+    names = ["answers", "engine", "load", "fsdp2", "zero2", "zero3", "hybrid", "plan", "auto"]
+    assert [name for name, _ in parts] == names and sum(int(seconds) for _, seconds in parts) <= 540
+    assert "auto" in log.read_text()
 
 
 def test_the_last_rung_is_auto_as_a_user_starts_it(tmp_path):
