@@ -21,7 +21,7 @@ COMPILED_FROM = 10_000  # rounds; in fewer, the seconds that compiling takes for
 
 @dataclass(frozen=True)
 class Launched:
-    """Tokens [n, 1] that the device chooses, in a round or behind prompts. places: of each row that one is for, its."""
+    """Tokens [n, 1] that the device chooses, in a round or behind prompts. places: by row, where its token is."""
 
     tokens: HostCopy
     places: dict[int, int]
