@@ -70,6 +70,8 @@ def test_a_layer_of_8b_shape_launches_at_most_eleven_kernels(num_queries: int) -
     in one pass. docs/results/gpu.md says what each kernel does."""
     pytest.importorskip("triton")
     asked = [sys.executable, Path(__file__).with_name("gpu_kernels.py"), f"--queries={num_queries}"]
-    unseen = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    launched = subprocess.run(asked, env=unseen, capture_output=True, text=True, check=True).stdout.split()
+    kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH") if key in os.environ}
+    done = subprocess.run(asked, env={**kept, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    launched = done.stdout.split()
     assert launched.count("extern_kernels.mm") == 4 and len(launched) <= 11
