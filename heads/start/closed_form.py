@@ -191,8 +191,9 @@ def channel_sizes(batches: Iterable[DraftBatch], read: Callable[[Tensor], Tensor
 
 
 def input_scales(linear: nn.Linear, sizes: Tensor) -> Tensor:
-    """[in] factors for `DraftHead.matrix_scales`: with inputs of these sizes [in], the map's weights change as those of
-    a map of inputs of size 1 do that is as large as a fitted one. States of Gemma 3 are a thousand times Qwen's."""
+    """[in] factors for `DraftHead.matrix_scales`, given the sizes [in] of a map's inputs: relative to its weights, a
+    step changes it as much as a fitted map of inputs of size 1. States are of any size: Gemma 3's are up to a thousand
+    times Qwen's."""
     weight = linear.weight.detach().float()
     return rms(weight * sizes) / (SCALE * fresh_size(linear)) / sizes
 
